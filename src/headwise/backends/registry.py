@@ -1,0 +1,128 @@
+"""Which backend runs a call: one static table, one rule.
+
+Automatic choice goes by the tensor's device and by what each backend says it supports. A backend asked for by name runs
+or raises with its reason; it never falls back in silence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from headwise.backends import cpu, triton, webgpu
+from headwise.config import settings
+
+
+class Call(NamedTuple):
+    """What a backend needs to know to judge a call: no tensor, no data."""
+
+    op: str  # the public name: "attention"
+    launchers: tuple[str, ...]  # the kernels it would use: ("attention_forward", "attention_backward")
+    device: str  # "cpu", "cuda", …
+    dtype: torch.dtype
+    sizes: dict[str, int]  # the letters of the contract: B, Hq, Hk, Sq, Sk, D, Dv, N, V
+    features: tuple[str, ...] = ()  # "causal", "softcap", …, what the call uses beyond the plain op
+
+
+class Backend(NamedTuple):
+    name: str
+    automatic_for: tuple[str, ...]  # device types whose calls go here unless told otherwise
+    devices: tuple[str, ...]  # device types whose tensors it takes
+    # The package of the backend: `unavailable()`, `supports(call)`, DTYPES and LAUNCHERS. It imports nothing heavy;
+    # the modules named in LAUNCHERS do, when they are first used.
+    rules: ModuleType
+
+
+BACKENDS: tuple[Backend, ...] = (
+    Backend("triton", ("cuda",), ("cuda",), triton),
+    Backend("webgpu", (), ("cpu",), webgpu),
+    Backend("cpu", ("cpu",), ("cpu",), cpu),
+)
+
+_forced = threading.local()
+
+
+@contextmanager
+def use_backend(name: str | None) -> Iterator[None]:
+    """Within the block, every call of this thread that names no backend of its own uses ``name`` (``None``: automatic).
+
+    >>> with hw.use_backend("cpu"):
+    ...     out = hw.attention(q, k, v)
+    """
+    if name is not None:
+        _find(name)
+    previous = getattr(_forced, "name", None)
+    _forced.name = name
+    try:
+        yield
+    finally:
+        _forced.name = previous
+
+
+def choose(call: Call, backend: str | None) -> str:
+    """The name of the backend that runs this call, or a ValueError that says why none does."""
+    name = backend or getattr(_forced, "name", None) or settings.backend
+    if name is not None:
+        reason = verdict(_find(name), call)
+        if reason is None:
+            return name
+        able = [b.name for b in BACKENDS if verdict(b, call) is None]
+        hint = f" Backends that can: {', '.join(able)}." if able else ""
+        raise ValueError(f"{call.op}: backend={name!r} cannot run this call: {reason}.{hint}")
+    for row in BACKENDS:
+        if call.device in row.automatic_for and verdict(row, call) is None:
+            return row.name
+    reasons = "; ".join(f"{b.name}: {verdict(b, call)}" for b in BACKENDS)
+    raise ValueError(f"{call.op}: no backend runs this call on device {call.device!r}. {reasons}")
+
+
+def verdict(row: Backend, call: Call) -> str | None:
+    """None when the backend runs this call, else the reason why not."""
+    missing = availability(row.name)
+    if missing is not None:
+        return missing
+    if call.device not in row.devices:
+        return f"the tensors are on {call.device!r} and it takes tensors on {' or '.join(map(repr, row.devices))}"
+    for launcher in call.launchers:
+        if launcher not in row.rules.LAUNCHERS:
+            return f"it has no {launcher} kernel yet"
+    if call.dtype not in row.rules.DTYPES:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in row.rules.DTYPES)
+        return f"it computes in {allowed}, not {str(call.dtype).removeprefix('torch.')}"
+    reason: str | None = row.rules.supports(call)
+    return reason
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def availability(name: str) -> str | None:
+    """None when the backend can run on this machine at all, else what is missing and how to get it."""
+    if name not in _availability:
+        _availability[name] = _find(name).rules.unavailable()
+    return _availability[name]
+
+
+def launcher(backend: str, name: str) -> Callable[..., Any]:
+    """The Python function that launches kernel ``name`` on ``backend``; imported on first use, then looked up."""
+    key = (backend, name)
+    if key not in _launchers:
+        rules = _find(backend).rules
+        module = importlib.import_module(f"{rules.__name__}.{rules.LAUNCHERS[name]}")
+        _launchers[key] = getattr(module, name)
+    return _launchers[key]
+
+
+def _find(name: str) -> Backend:
+    for row in BACKENDS:
+        if row.name == name:
+            return row
+    raise ValueError(f"backend={name!r} is not known; there are: {', '.join(b.name for b in BACKENDS)}")
+
+
+_availability: dict[str, str | None] = {}
+_launchers: dict[tuple[str, str], Callable[..., Any]] = {}

@@ -1,0 +1,29 @@
+"""Settings of the process. The only module that reads environment variables.
+
+======================  ==========================================================================
+``HEADWISE_BACKEND``    the backend every call uses unless it names one itself (``cpu``, ``triton``, …)
+``HEADWISE_VALIDATE``   ``1``: read ids, targets, lengths and tables back and raise on the first bad value
+======================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass
+class Settings:
+    backend: str | None = None
+    validate: bool = False
+
+    @staticmethod
+    def from_environment() -> Settings:
+        return Settings(
+            backend=os.environ.get("HEADWISE_BACKEND") or None,
+            validate=os.environ.get("HEADWISE_VALIDATE", "") not in ("", "0"),
+        )
+
+
+# Read once: a call must not pay for a look into the environment. Tests set the fields.
+settings = Settings.from_environment()

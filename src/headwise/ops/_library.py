@@ -1,0 +1,76 @@
+"""How an op becomes a PyTorch operator: schema, fake kernel, autograd, all in one call of `define`.
+
+`torch.library.custom_op` with `register_autograd` costs about 10 µs per eager call with gradients. Defining the schema
+on a `Library` and putting an `autograd.Function` on the Autograd key costs about half of that and gives the same things:
+`opcheck` is clean, `torch.compile(fullgraph=True)` sees one opaque node with a traced backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_library = torch.library.Library("headwise", "DEF")
+
+Save = Callable[[Any, tuple[Any, ...], Any], None]
+Backward = Callable[..., tuple[Any, ...]]
+
+
+def define(
+    name: str,
+    schema: str,
+    *,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    save: Save | None = None,
+    backward: Backward | None = None,
+) -> Callable[..., Any]:
+    """Register ``headwise::name`` and return the callable operator.
+
+    run       the implementation, for tensors of any device
+    fake      the same on shapes alone (`torch.compile`, `torch.export`, meta tensors)
+    save      ``save(ctx, args, outputs)`` keeps what backward needs
+    backward  ``backward(ctx, *grads)`` gives one gradient per argument; without it, asking for gradients through this
+              op raises (the case of the backward ops themselves: no second-order gradients)
+    """
+    _library.define(f"{name}{schema}")
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"headwise::{name}", fake, lib=_library)
+    op = getattr(torch.ops.headwise, name).default
+    function = _autograd_function(name, op, save, backward)
+
+    def with_autograd(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            return function.apply(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    _library.impl(name, with_autograd, "Autograd")
+    return op
+
+
+def _autograd_function(
+    name: str, op: Callable[..., Any], save: Save | None, backward: Backward | None
+) -> type[torch.autograd.Function]:
+    def forward(ctx: Any, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            outputs = op(*args)
+        # A gradient nobody asked for arrives as None, not as a tensor of zeros.
+        ctx.set_materialize_grads(False)
+        if save is not None:
+            save(ctx, args, outputs)
+        return outputs
+
+    def no_second_order(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            f"headwise: second-order gradients are not supported (differentiating through {name}); "
+            "call backward without create_graph=True, or use headwise.reference for small sizes"
+        )
+
+    return type(
+        f"Headwise_{name}",
+        (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(backward or no_second_order)},
+    )
