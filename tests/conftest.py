@@ -1,7 +1,28 @@
 from __future__ import annotations
 
+import hypothesis
 import pytest
 import torch
+
+# The same random calls on every run and every machine; `--hypothesis-profile=deep` draws new ones, and many more.
+hypothesis.settings.register_profile(
+    "quick",
+    max_examples=60,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+hypothesis.settings.register_profile(
+    "deep", hypothesis.settings.get_profile("quick"), max_examples=3000, derandomize=False, print_blob=True
+)
+hypothesis.settings.load_profile("quick")
+
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        # Several processes with as many threads each as there are cores wait for each other most of the time.
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

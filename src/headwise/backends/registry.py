@@ -45,19 +45,26 @@ BACKENDS: tuple[Backend, ...] = (
     Backend("cpu", ("cpu",), ("cpu",), cpu),
 )
 
+_NOT_SET = "not set"
 _forced = threading.local()
+
+
+class Unsupported(ValueError):
+    """No backend, or not the one asked for, runs this call. The message says why."""
 
 
 @contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Within the block, every call of this thread that names no backend of its own uses ``name`` (``None``: automatic).
+    """Within the block, every call of this thread that names no backend of its own uses ``name``.
+
+    ``None`` is the automatic choice, even where ``HEADWISE_BACKEND`` says otherwise.
 
     >>> with hw.use_backend("cpu"):
     ...     out = hw.attention(q, k, v)
     """
     if name is not None:
         _find(name)
-    previous = getattr(_forced, "name", None)
+    previous = getattr(_forced, "name", _NOT_SET)
     _forced.name = name
     try:
         yield
@@ -67,19 +74,21 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 def choose(call: Call, backend: str | None) -> str:
     """The name of the backend that runs this call, or a ValueError that says why none does."""
-    name = backend or getattr(_forced, "name", None) or settings.backend
+    name = backend or getattr(_forced, "name", _NOT_SET)
+    if name == _NOT_SET:
+        name = settings.backend
     if name is not None:
         reason = verdict(_find(name), call)
         if reason is None:
             return name
         able = [b.name for b in BACKENDS if verdict(b, call) is None]
         hint = f" Backends that can: {', '.join(able)}." if able else ""
-        raise ValueError(f"{call.op}: backend={name!r} cannot run this call: {reason}.{hint}")
+        raise Unsupported(f"{call.op}: backend={name!r} cannot run this call: {reason}.{hint}")
     for row in BACKENDS:
         if call.device in row.automatic_for and verdict(row, call) is None:
             return row.name
     reasons = "; ".join(f"{b.name}: {verdict(b, call)}" for b in BACKENDS)
-    raise ValueError(f"{call.op}: no backend runs this call on device {call.device!r}. {reasons}")
+    raise Unsupported(f"{call.op}: no backend runs this call on device {call.device!r}. {reasons}")
 
 
 def verdict(row: Backend, call: Call) -> str | None:
@@ -99,12 +108,15 @@ def verdict(row: Backend, call: Call) -> str | None:
     return reason
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def availability(name: str) -> str | None:
     """None when the backend can run on this machine at all, else what is missing and how to get it."""
     if name not in _availability:
         _availability[name] = _find(name).rules.unavailable()
     return _availability[name]
+
+
+# What torch.compiler.assume_constant_result does; calling that would import all of torch._dynamo, and triton with it.
+availability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def launcher(backend: str, name: str) -> Callable[..., Any]:

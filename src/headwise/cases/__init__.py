@@ -2,7 +2,32 @@
 
 from __future__ import annotations
 
-from headwise.cases import softmax
+from headwise.cases import (
+    attention,
+    attention_varlen,
+    attention_decode,
+    attention_probs,
+    merge_attention,
+    cross_entropy,
+    embedding,
+    rms_norm,
+    softmax,
+    transpose,
+)
 from headwise.testing import Suite
 
-SUITES: dict[str, Suite] = {suite.op: suite for suite in (softmax.SUITE,)}
+SUITES: dict[str, Suite] = {
+    suite.op: suite
+    for suite in (
+        attention.SUITE,
+        attention_varlen.SUITE,
+        attention_decode.SUITE,
+        attention_probs.SUITE,
+        merge_attention.SUITE,
+        softmax.SUITE,
+        cross_entropy.SUITE,
+        embedding.SUITE,
+        rms_norm.SUITE,
+        transpose.SUITE,
+    )
+}

@@ -35,10 +35,7 @@ def define(
     backward  ``backward(ctx, *grads)`` gives one gradient per argument; without it, asking for gradients through this
               op raises (the case of the backward ops themselves: no second-order gradients)
     """
-    _library.define(f"{name}{schema}")
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"headwise::{name}", fake, lib=_library)
-    op = getattr(torch.ops.headwise, name).default
+    op = _define_kernels(name, schema, run, fake)
     function = _autograd_function(name, op, save, backward)
 
     def with_autograd(*args: Any) -> Any:
@@ -49,6 +46,41 @@ def define(
 
     _library.impl(name, with_autograd, "Autograd")
     return op
+
+
+def define_with_lists(
+    name: str,
+    schema: str,
+    *,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    save: Save | None = None,
+    backward: Backward | None = None,
+) -> Callable[..., Any]:
+    """As `define`, for an op with lists of tensors: autograd.Function does not look into lists, PyTorch's own way does."""
+    op = _define_kernels(name, schema, run, fake)
+    torch.library.register_autograd(
+        f"headwise::{name}", backward or _no_second_order(name), setup_context=save, lib=_library
+    )
+    return op
+
+
+def _define_kernels(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    _library.define(f"{name}{schema}")
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"headwise::{name}", fake, lib=_library)
+    op: Callable[..., Any] = getattr(torch.ops.headwise, name).default
+    return op
+
+
+def _no_second_order(name: str) -> Backward:
+    def raise_(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            f"headwise: second-order gradients are not supported (differentiating through {name}); "
+            "call backward without create_graph=True, or use headwise.reference for small sizes"
+        )
+
+    return raise_
 
 
 def _autograd_function(
@@ -63,14 +95,8 @@ def _autograd_function(
             save(ctx, args, outputs)
         return outputs
 
-    def no_second_order(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(
-            f"headwise: second-order gradients are not supported (differentiating through {name}); "
-            "call backward without create_graph=True, or use headwise.reference for small sizes"
-        )
-
     return type(
         f"Headwise_{name}",
         (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(backward or no_second_order)},
+        {"forward": staticmethod(forward), "backward": staticmethod(backward or _no_second_order(name))},
     )

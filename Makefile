@@ -1,0 +1,58 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each makes the virtual environment it needs (.venv).
+
+PYTHON ?= python3
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Debian packages, one per line. Missing ones are installed when make runs as root, and named when it does not.
+# (python3-venv is asked for by itself, only where Python cannot make virtual environments.)
+SYSTEM_PACKAGES := \
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format system-packages clean
+
+help:
+	@echo "make demo     check the kernels of this machine against the contract, and take a tour of the ops"
+	@echo "make test     the whole test suite           (WORKERS=2, PYTEST_ARGS='-k softmax')"
+	@echo "make lint     ruff and mypy"
+	@echo "make format   let ruff reformat the code"
+	@echo "make clean    remove the virtual environment and the caches"
+
+demo: $(STAMP)
+	@$(BIN)/headwise check --quick
+	@$(BIN)/headwise tour
+
+# One thread per worker: the workers share the cores.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+system-packages:
+	@PYTHON=$(PYTHON) scripts/system-packages $(SYSTEM_PACKAGES)
+
+# Made once; made again when what it is made of changes. The stamp is written last, so that a broken install is redone.
+$(STAMP): pyproject.toml constraints.txt requirements-test.txt
+	@$(MAKE) --no-print-directory system-packages
+	@echo "headwise: making the virtual environment $(VENV) (torch is large: this takes a few minutes)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt || { \
+	    echo "headwise: pip could not install requirements-test.txt (its reason is above)." ; \
+	    echo "  torch and triton are pinned in constraints.txt. A CUDA build of torch brings its own triton and several" ; \
+	    echo "  gigabytes with it: give pip a source of CPU builds (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS or pip.conf)." ; \
+	    exit 1 ; }
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,72 @@
+"""Which keys a block of queries sees: the geometry of causal, windows and lengths, without looking at any data.
+
+Query row r sits at position ``p = r + offset`` and sees the keys from ``p - left`` to ``p + right``. For a block of rows the
+visible keys fall into at most three ranges: some that a part of the rows sees, some that all see, some that a part sees.
+Keys outside of them are never touched, whatever they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Band(NamedTuple):
+    left: int  # -1: unbounded
+    right: int  # -1: unbounded
+    offset: int  # position of query row 0
+
+
+class Segment(NamedTuple):
+    """Keys ``start`` to ``stop``, and how the rows of the block see them."""
+
+    start: int
+    stop: int
+    kind: str  # "full": all rows see all keys; "diagonal": row i sees keys 0..i; "partial": see `visible`
+
+
+def row_blocks(rows: int, size: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, rows, size):
+        yield start, min(start + size, rows)
+
+
+def segments(start: int, stop: int, keys: int, band: Band, smallest_full: int = 1) -> list[Segment]:
+    """The key ranges that rows ``start`` to ``stop`` see. Full ranges below ``smallest_full`` join their neighbours."""
+    first, last = start + band.offset, stop - 1 + band.offset  # positions
+    low = 0 if band.left < 0 else max(0, first - band.left)
+    high = keys if band.right < 0 else min(keys, last + band.right + 1)
+    if low >= high:
+        return []
+    full_low = 0 if band.left < 0 else max(0, last - band.left)
+    full_high = keys if band.right < 0 else min(keys, first + band.right + 1)
+    # Causal: end the full range before the first row's own key, so that what is left is a square with its diagonal.
+    square = band.right == 0 and first >= 0 and last < keys and full_low <= first
+    if square:
+        full_high = first
+    if full_low < full_high and (full_low, full_high) == (low, high):
+        return [Segment(low, high, "full")]
+    if full_high - full_low < smallest_full and not (square and low == first):
+        return [Segment(low, high, "partial")]
+    pieces = [
+        Segment(low, min(full_low, high), "partial"),
+        Segment(full_low, full_high, "full"),
+        Segment(max(full_high, low), high, "diagonal" if square else "partial"),
+    ]
+    return [piece for piece in pieces if piece.start < piece.stop]
+
+
+def visible(start: int, stop: int, segment: Segment, band: Band) -> Tensor | None:
+    """bool ``(rows, keys)`` of the segment; None where all of it is visible."""
+    if segment.kind == "full":
+        return None
+    position = torch.arange(start, stop)[:, None] + band.offset
+    key = torch.arange(segment.start, segment.stop)[None, :]
+    seen = torch.ones((stop - start, segment.stop - segment.start), dtype=torch.bool)
+    if band.left >= 0:
+        seen &= key >= position - band.left
+    if band.right >= 0:
+        seen &= key <= position + band.right
+    return seen

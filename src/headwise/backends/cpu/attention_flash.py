@@ -1,0 +1,125 @@
+"""Attention forward through PyTorch's CPU flash kernel, called per block of rows and range of visible keys, merged by lse.
+
+The kernel knows full and causal attention and an additive mask. It does not know softcap or values wider than keys, and
+has sharp edges that are blunted here: no rows or no keys is a division by zero inside, a fully masked row reports an lse
+of 0, and for 16-bit inputs its lse is only good to five digits, so these are given to it as float32. Its backward is
+not used: no faster than our tiles, up to four times less exact, and ten times slower in float16.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headwise.backends.cpu.attention_band import Segment, row_blocks, segments
+from headwise.backends.cpu.attention_problem import (
+    Problem,
+    scores_slice,
+    seen_scores,
+    without_hidden_keys,
+)
+from headwise.backends.cpu.merge import merge_attention
+from headwise.layout import lse_dtype
+
+_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+_CAUSAL_ROWS = 2048  # rows per block: large blocks keep the unmasked rectangle one big call
+_MASKED_ROWS = 256
+_MASK_ELEMENTS = 1 << 22  # floats of additive mask alive at once
+_SMALLEST_FULL = 256  # a shorter range of fully visible keys is not worth a call of its own
+
+
+def flash_forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
+    """Fill out ``(B, Hq, Sq, Dv)`` and lse ``(B, Hq, Sq)``."""
+    width = problem.v.shape[3]
+    problem = _same_head_dims(problem)
+    for start, stop in row_blocks(problem.q.shape[2], _rows_per_block(problem)):
+        outs, lses = [], []
+        for segment in _segments(problem, start, stop):
+            part = _forward_segment(problem, start, stop, segment)
+            if part is not None:
+                outs.append(part[0])
+                lses.append(part[1])
+        rows = (slice(None), slice(None), slice(start, stop))
+        if not outs:
+            out[rows], lse[rows] = 0.0, -torch.inf
+        else:
+            block_out, block_lse = (outs[0], lses[0]) if len(outs) == 1 else merge_attention(outs, lses)
+            out[rows], lse[rows] = block_out[..., :width], block_lse
+
+
+def _forward_segment(problem: Problem, start: int, stop: int, segment: Segment) -> tuple[Tensor, Tensor] | None:
+    inputs = _segment_inputs(problem, start, stop, segment)
+    if inputs is None:
+        return None
+    q, k, v, additive, empty = inputs
+    causal = segment.kind == "diagonal" and additive is None
+    out, lse = _kernel(q, k, v, 0.0, causal, attn_mask=additive, scale=problem.scale)
+    if empty is not None:
+        out = out.masked_fill(empty[..., None], 0.0)
+        lse = lse.masked_fill(empty, -torch.inf)
+    return out, lse
+
+
+def _segment_inputs(
+    problem: Problem, start: int, stop: int, segment: Segment
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None:
+    """q, k, v of the segment, the additive mask, and which rows see nothing of it; None if no row sees anything."""
+    dtype = lse_dtype(problem.q.dtype)
+    q = problem.q[:, :, start:stop].to(dtype)
+    k, v = (x[:, :, segment.start : segment.stop].to(dtype) for x in (problem.k, problem.v))
+    bias = scores_slice(problem.bias, slice(start, stop), slice(segment.start, segment.stop))
+    if bias is None and (segment.kind == "full" or segment.kind == "diagonal") and problem.mask is None:
+        return q, k, v, None, None
+    seen = seen_scores(problem, start, stop, segment)
+    if seen is not None and not seen.any():
+        return None
+    k, v = (without_hidden_keys(x, seen, problem) for x in (k, v))
+    rows, keys = stop - start, segment.stop - segment.start
+    additive = torch.zeros((), dtype=dtype) if bias is None else bias.to(dtype)
+    if seen is not None:
+        additive = torch.where(seen, additive, -torch.inf)
+    empty = (additive == -torch.inf).expand(*additive.shape[:2], rows, keys).all(-1)
+    additive = additive.expand(q.shape[0], q.shape[1], rows, keys)
+    return q, k, v, additive, empty if empty.any() else None
+
+
+def _rows_per_block(problem: Problem) -> int:
+    band, rows = problem.band, max(problem.q.shape[2], 1)
+    if problem.mask is not None or problem.bias is not None:
+        return min(rows, _MASKED_ROWS)
+    if band.left >= 0:
+        # A block sees its own rows plus the window; about half the window in rows wastes little on masked scores.
+        return min(rows, max(64, min(1024, (band.left + max(band.right, 0) + 1) // 4)))
+    if band.right >= 0:
+        return min(rows, _CAUSAL_ROWS)
+    return rows
+
+
+def _segments(problem: Problem, start: int, stop: int) -> list[Segment]:
+    keys = problem.k.shape[2]
+    found = segments(start, stop, keys, problem.band, _SMALLEST_FULL)
+    if problem.mask is None and problem.bias is None:
+        return found
+    # Masks are turned into floats piece by piece, never as a whole.
+    scores = [x for x in (problem.mask, problem.bias) if x is not None]
+    planes = max(x.shape[0] for x in scores) * max(x.shape[1] for x in scores)
+    step = max(64, _MASK_ELEMENTS // max(1, planes * (stop - start)))
+    pieces = []
+    for segment in found:
+        kind = "full" if segment.kind == "full" else "partial"
+        for low in range(segment.start, segment.stop, step):
+            pieces.append(Segment(low, min(low + step, segment.stop), kind))
+    return pieces
+
+
+def _same_head_dims(problem: Problem) -> Problem:
+    """The kernel wants D = Dv: pad the narrower side with zeros, which changes neither scores nor the first Dv outputs."""
+    width = max(problem.q.shape[3], problem.v.shape[3])
+    q, k, v = (_pad_last(x, width) for x in (problem.q, problem.k, problem.v))
+    return problem._replace(q=q, k=k, v=v)
+
+
+def _pad_last(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

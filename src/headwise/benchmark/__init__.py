@@ -1,0 +1,15 @@
+"""The benchmark harness behind `headwise bench`: ours against peers, in one run, on results that were checked first.
+
+=================  ==================================================================================
+`case`             what a benchmark case is: inputs, contenders, work counted, requirements
+`suites`           the named suites: shapes, peers and targets, one module per machine class
+`correctness`      the gate: a case whose result misses its error budget is not timed
+`timing`           clocks, and rounds in which all contenders take their turn in shuffled order
+`memory`           the most memory a call holds beyond its inputs
+`runner`           one case through gate, memory and clock
+`report`           results as rows: CSV that reads back, JSON
+`plot`             ratios as a picture
+=================  ==================================================================================
+
+The protocol is written down in ``bench/README.md``.
+"""

@@ -1,0 +1,182 @@
+"""Results as rows, one per case and contender: CSV that reads back, and JSON."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from headwise.benchmark.case import OURS, PeakMemory
+from headwise.benchmark.runner import CaseResult, Measurement, Verdict
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and when it was measured; part of every row, so that a row can be read alone."""
+
+    device: str
+    device_name: str
+    cpu: str
+    threads: int
+    torch: str
+    headwise: str
+    python: str
+    date: str
+
+
+@dataclass(frozen=True)
+class Row:
+    suite: str
+    group: str
+    case: str
+    direction: str
+    contender: str
+    role: str  # ours, peer, or yardstick (it computes something else)
+    status: str  # ok; refused: the result fails its error budget; error: it raised; absent: this machine lacks the peer
+    detail: str
+    quick: bool
+    rounds: int | None
+    median_ms: float | None
+    p20_ms: float | None
+    p80_ms: float | None
+    gflops_per_s: float | None
+    gbytes_per_s: float | None
+    peak_extra_bytes: int | None
+    ratio: float | None  # its time over ours: above 1, ours is faster
+    ratio_p20: float | None
+    ratio_p80: float | None
+    error_budget_share: float | None  # of our worst tensor; 1 is all that is allowed
+    requirement: str
+    outcome: str
+    flops: float
+    bytes: float
+    dtype: str
+    device: str
+    device_name: str
+    cpu: str
+    threads: int
+    torch: str
+    headwise: str
+    python: str
+    date: str
+
+
+COLUMNS = [field.name for field in fields(Row)]
+CASE_COLUMNS = ("suite", "group", "case", "direction")
+
+
+def rows(result: CaseResult, suite: str, dtype: str, machine: Machine, quick: bool) -> list[Row]:
+    """The rows of one case. A case that was refused or broke has one, without a single number of speed."""
+    case = result.case
+
+    def row(contender: str, role: str, status: str, detail: str, **measured: Any) -> Row:
+        unmeasured = dict.fromkeys(
+            (
+                "rounds",
+                "median_ms",
+                "p20_ms",
+                "p80_ms",
+                "gflops_per_s",
+                "gbytes_per_s",
+                "peak_extra_bytes",
+                "ratio",
+                "ratio_p20",
+                "ratio_p80",
+                "error_budget_share",
+            )
+        )
+        verdicts = [v for v in result.verdicts if concerns(v) == contender]
+        return Row(
+            suite=suite,
+            group=case.group,
+            case=case.name,
+            direction=case.direction,
+            contender=contender,
+            role=role,
+            status=status,
+            detail=detail,
+            quick=quick,
+            requirement="; ".join(str(v.requirement) for v in verdicts),
+            outcome="; ".join(v.outcome for v in verdicts),
+            flops=case.flops,
+            bytes=case.bytes,
+            dtype=dtype,
+            **{**unmeasured, **measured},
+            **asdict(machine),
+        )
+
+    if result.status != "ok":
+        return [row(OURS, "ours", result.status, result.detail)]
+    made = [
+        row(
+            m.contender,
+            "ours" if m.contender == OURS else "yardstick" if m.yardstick else "peer",
+            "ok",
+            "",
+            **_numbers(result, m),
+        )
+        for m in result.measurements
+    ]
+    return made + [row(name, "peer", "absent", why) for name, why in result.absent.items()]
+
+
+def concerns(verdict: Verdict) -> str:
+    """The contender in whose row a requirement stands."""
+    return OURS if isinstance(verdict.requirement, PeakMemory) else verdict.requirement.peer
+
+
+def _numbers(result: CaseResult, measured: Measurement) -> dict[str, Any]:
+    case, seconds, ratio = result.case, measured.seconds, measured.ratio
+    return {
+        "rounds": measured.rounds,
+        "median_ms": seconds.median * 1e3,
+        "p20_ms": seconds.low * 1e3,
+        "p80_ms": seconds.high * 1e3,
+        "gflops_per_s": case.flops / seconds.median / 1e9 if case.flops else None,
+        "gbytes_per_s": case.bytes / seconds.median / 1e9 if case.bytes else None,
+        "peak_extra_bytes": measured.peak_extra_bytes,
+        "ratio": ratio and ratio.median,
+        "ratio_p20": ratio and ratio.low,
+        "ratio_p80": ratio and ratio.high,
+        "error_budget_share": result.budget_share if measured.contender == OURS else None,
+    }
+
+
+def csv_path(folder: Path, suite: str, machine: Machine) -> Path:
+    """``cpu-amd-epyc.csv``: one file per suite and device, so that machines do not overwrite each other."""
+    slug = re.sub(r"[^a-z0-9]+", "-", machine.device_name.lower()).strip("-")
+    return folder / f"{suite}-{slug}.csv"
+
+
+def write_csv(path: Path, new: list[Row], known_cases: Iterable[tuple[str, ...]]) -> None:
+    """Write the rows, keeping those of an earlier run for cases that still exist and were not run this time.
+
+    Contenders of a case are always of one run, so no ratio ever mixes two.
+    """
+    fresh = {_case_of(asdict(row)) for row in new}
+    known = set(known_cases)
+    old = [r for r in read_csv(path) if _case_of(r) in known - fresh] if path.exists() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(old)
+        writer.writerows({name: _text(value) for name, value in asdict(row).items()} for row in new)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows as text; a file with other columns (of another version) counts as empty."""
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        return list(reader) if reader.fieldnames == COLUMNS else []
+
+
+def _case_of(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(str(row[name]) for name in CASE_COLUMNS)
+
+
+def _text(value: Any) -> Any:
+    return f"{value:.6g}" if isinstance(value, float) else value

@@ -1,0 +1,17 @@
+"""The named suites. A new one is a module here with a `SUITE`, and a row in the table."""
+
+from __future__ import annotations
+
+import importlib
+
+from headwise.benchmark.case import BenchSuite
+
+# Imported by name when asked for: a suite may need packages (a peer, a driver) that this machine lacks.
+SUITES: dict[str, str] = {"cpu": "headwise.benchmark.suites.cpu"}
+
+
+def load(name: str) -> BenchSuite:
+    if name not in SUITES:
+        raise ValueError(f"suite {name!r} is not known; there are: {', '.join(SUITES)}")
+    suite: BenchSuite = importlib.import_module(SUITES[name]).SUITE
+    return suite

@@ -1,0 +1,277 @@
+"""Attention cases: builders for any device, the SDPA peer, the work counted, and the truth of one head at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import headwise as hw
+from headwise.benchmark.case import BenchCase, Contender, Direction, Requirement
+from headwise.benchmark.correctness import WholeCheck, first_output, oracle
+from headwise.testing import Arguments, Maker, Outputs
+
+SDPA = "SDPA"
+PLAIN = "our plain"
+QKV = ("q", "k", "v")
+
+# Backward is five matrix products where forward is two.
+BACKWARD_WORK = 2.5
+
+
+class Shape(NamedTuple):
+    batch: int
+    heads: int
+    key_heads: int
+    length: int
+    head_dim: int
+
+
+class Visibility(NamedTuple):
+    """Which keys a query sees: the flags that decide the work."""
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+
+    def bounds(self, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+        """First key and one past the last key of every query; both grow with the query."""
+        position = torch.arange(queries) + (keys - queries)
+        left, right = self.window or (None, None)
+        low = torch.zeros_like(position) if left in (None, -1) else position - (left or 0)
+        high = torch.full_like(position, keys) if right in (None, -1) else position + (right or 0) + 1
+        if self.causal:
+            high = torch.minimum(high, position + 1)
+        low = low.clamp(0, keys)
+        return low, torch.maximum(high.clamp(0, keys), low)
+
+    def pairs(self, queries: int, keys: int) -> int:
+        low, high = self.bounds(queries, keys)
+        return int((high - low).sum())
+
+    def mask(self, queries: int, keys: int) -> Tensor:
+        """The dense boolean mask that means the same."""
+        low, high = self.bounds(queries, keys)
+        key = torch.arange(keys)
+        return (key >= low[:, None]) & (key < high[:, None])
+
+    def flags(self) -> dict[str, Any]:
+        return {"causal": self.causal, "window": self.window}
+
+
+@dataclass(frozen=True)
+class HeadCheck:
+    """The truth of as many key heads (with their query heads) as are affordable, all rows, by the oracle.
+
+    Heads do not touch each other, so a head's output and gradients are exact without the others. The oracle is given a
+    block of query rows at a time with the keys they may see and their mask, so that nothing S × S is ever held. Taken
+    from the last head down: a wrong offset spares head 0.
+    """
+
+    visibility: Visibility
+    differentiable: tuple[str, ...]
+    query_heads: slice
+    key_heads: slice
+    # The argument's axis that counts heads, for slicing what belongs to the checked heads.
+    head_axis: dict[str, int] = field(default_factory=lambda: {"q": 1, "k": 1, "v": 1, "sink": 0})
+
+    def compute(self, arguments: Arguments, grad_out: Tensor | None) -> Outputs:
+        part = {name: self._of_heads(name, arguments[name]) for name in self.head_axis if name in arguments}
+        q, k = part["q"], part["k"]
+        results = {"out": torch.zeros_like(q[..., :1]).expand(*q.shape[:3], part["v"].shape[-1]).clone()}
+        if grad_out is not None:
+            grad_out = grad_out[:, self.query_heads].to(q.dtype)
+            results.update({f"grad of {name}": torch.zeros_like(part[name]) for name in self.differentiable})
+        lengths = arguments.get("kv_lengths")
+        for b in range(q.shape[0]):
+            keys = k.shape[2] if lengths is None else int(lengths[b])
+            for rows, seen, mask in self._blocks(q.shape[2], keys, q.shape[1]):
+                block = {"q": q[b : b + 1, :, rows], "k": k[b : b + 1, :, seen], "v": part["v"][b : b + 1, :, seen]}
+                block.update({name: part[name] for name in ("sink",) if name in part})
+                if grad_out is not None:
+                    block = {name: x.detach().requires_grad_(name in self.differentiable) for name, x in block.items()}
+                extra: Arguments = {name: arguments[name] for name in ("scale", "softcap") if name in arguments}
+                out = first_output(oracle("attention")({**block, **extra, "mask": mask.to(q.device)}))
+                results["out"][b, :, rows] = out[0].detach()
+                if grad_out is None:
+                    continue
+                wanted = [block[name] for name in self.differentiable]
+                grads = torch.autograd.grad(out, wanted, grad_out[b : b + 1, :, rows])
+                for name, grad in zip(self.differentiable, grads, strict=True):
+                    total = results[f"grad of {name}"]
+                    where = {"q": (b, slice(None), rows), "k": (b, slice(None), seen), "v": (b, slice(None), seen)}
+                    if name in where:
+                        total[where[name]] += grad[0]
+                    else:
+                        total += grad
+        return results
+
+    def pick(self, results: Outputs) -> Outputs:
+        return {
+            name: self._of_heads("q" if name == "out" else name.removeprefix("grad of "), x)
+            for name, x in results.items()
+        }
+
+    def _of_heads(self, name: str, x: Tensor) -> Tensor:
+        heads = self.key_heads if name in ("k", "v") else self.query_heads
+        return x[(slice(None),) * self.head_axis[name] + (heads,)]
+
+    def _blocks(self, queries: int, keys: int, heads: int) -> list[tuple[slice, slice, Tensor]]:
+        low, high = self.visibility.bounds(queries, keys)
+        height = max(16, _PAIRS_HELD // (max(1, int((high - low).max())) * heads))
+        blocks = []
+        for start in range(0, queries, height):
+            rows = slice(start, min(start + height, queries))
+            seen = slice(int(low[rows][0]), max(int(low[rows][0]), int(high[rows][-1])))
+            key = torch.arange(seen.start, seen.stop)
+            if seen.start == seen.stop:
+                continue  # rows that see nothing: zeros, which is what the results start from
+            blocks.append((rows, seen, (key >= low[rows, None]) & (key < high[rows, None])))
+        return blocks
+
+
+_PAIRS_HELD = 1 << 22  # query-key pairs the oracle holds at once: 32 MiB per float64 array
+_PAIRS_CHECKED = 1 << 26  # and looks at in all: a few seconds of float64
+
+
+def attention_case(
+    name: str,
+    group: str,
+    shape: Shape,
+    direction: Direction,
+    visibility: Visibility,
+    *,
+    features: Callable[[Maker], Arguments] = lambda maker: {},
+    differentiable: tuple[str, ...] = QKV,
+    peers: tuple[Contender, ...] = (),
+    requirements: tuple[Requirement, ...] = (),
+) -> BenchCase:
+    """`headwise.attention` at a shape; ``features(maker)`` adds arguments (softcap, sink, kv_lengths).
+
+    The work counted is that of the shape and its visibility; a feature's own arithmetic counts as cost, not as work.
+    """
+    batch, heads, key_heads, length, head_dim = shape
+    pairs = visibility.pairs(length, length)
+
+    def make(maker: Maker) -> Arguments:
+        q = maker.normal(batch, heads, length, head_dim)
+        k, v = (maker.normal(batch, key_heads, length, head_dim) for _ in range(2))
+        return {"q": q, "k": k, "v": v, **visibility.flags(), **features(maker)}
+
+    group_size = heads // key_heads
+    checked = max(1, min(key_heads, _PAIRS_CHECKED // max(1, batch * group_size * pairs)))
+    return BenchCase(
+        name=name,
+        group=group,
+        direction=direction,
+        make=make,
+        ours=ours,
+        check=HeadCheck(
+            visibility,
+            differentiable,
+            query_heads=slice(heads - checked * group_size, heads),
+            key_heads=slice(key_heads - checked, key_heads),
+        ),
+        differentiable=differentiable,
+        peers=peers,
+        flops=attention_flops(batch * heads * pairs, head_dim, direction),
+        bytes=_bytes(shape, direction),
+        requirements=requirements,
+    )
+
+
+def packed_case(
+    name: str,
+    group: str,
+    lengths: list[int],
+    heads: int,
+    head_dim: int,
+    direction: Direction,
+    causal: bool,
+    *,
+    peers: tuple[Contender, ...] = (),
+    requirements: tuple[Requirement, ...] = (),
+) -> BenchCase:
+    """`headwise.attention_varlen` over documents of these lengths. Its oracle takes one document at a time: it fits."""
+    tokens = sum(lengths)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+
+    def make(maker: Maker) -> Arguments:
+        q, k, v = (maker.normal(tokens, heads, head_dim) for _ in range(3))
+        cu_seqlens = starts.to(maker.device, torch.int32)
+        return {
+            "q": q,
+            "k": k,
+            "v": v,
+            "cu_seqlens_q": cu_seqlens,
+            "cu_seqlens_k": cu_seqlens,
+            "max_seqlen_q": max(lengths),
+            "max_seqlen_k": max(lengths),
+            "causal": causal,
+        }
+
+    pairs = sum(Visibility(causal).pairs(n, n) for n in lengths)
+    return BenchCase(
+        name=name,
+        group=group,
+        direction=direction,
+        make=make,
+        ours=lambda arguments: lambda: cast(Tensor, hw.attention_varlen(**arguments)),
+        check=WholeCheck(oracle("attention_varlen"), QKV),
+        differentiable=QKV,
+        peers=peers,
+        flops=attention_flops(heads * pairs, head_dim, direction),
+        bytes=_bytes(Shape(1, heads, heads, tokens, head_dim), direction),
+        requirements=requirements,
+    )
+
+
+def ours(arguments: Arguments) -> Callable[[], Tensor]:
+    return lambda: cast(Tensor, hw.attention(**arguments))
+
+
+def sdpa(arguments: Arguments) -> Callable[[], Tensor]:
+    """PyTorch's attention as its user would call it: `is_causal` where that says it all, else a dense boolean mask."""
+    q, k, v = (arguments[name] for name in QKV)
+    visibility = Visibility(arguments["causal"], arguments["window"])
+    options: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    if visibility.window is not None:
+        options["attn_mask"] = visibility.mask(q.shape[2], k.shape[2]).to(q.device)
+    else:
+        options["is_causal"] = visibility.causal
+    return lambda: F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def sdpa_packed(arguments: Arguments) -> Callable[[], Tensor]:
+    """PyTorch's attention over the packed tokens with a block-diagonal mask."""
+    q, k, v = (arguments[name].transpose(0, 1)[None] for name in QKV)  # (1, H, T, D)
+    tokens = q.shape[2]
+    token = torch.arange(tokens, device=q.device)
+    document = torch.searchsorted(arguments["cu_seqlens_q"].to(torch.int64), token, right=True)
+    mask = document[:, None] == document[None, :]
+    if arguments["causal"]:
+        mask &= token[:, None] >= token[None, :]
+    return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[0].transpose(0, 1)
+
+
+def plain(arguments: Arguments) -> Callable[[], Tensor]:
+    """Our own attention at the same shape without the features: the yardstick of what they cost."""
+    kept = {name: arguments[name] for name in (*QKV, "causal", "window")}
+    return lambda: cast(Tensor, hw.attention(**kept))
+
+
+def attention_flops(pairs: int, head_dim: int, direction: Direction) -> float:
+    """Two products of 2·D operations per visible pair forward, five backward."""
+    forward = 4.0 * pairs * head_dim
+    return forward * {"forward": 1.0, "backward": BACKWARD_WORK, "forward+backward": 1 + BACKWARD_WORK}[direction]
+
+
+def _bytes(shape: Shape, direction: Direction) -> float:
+    """q, k, v and out once forward; backward reads those and the output's gradient and writes three gradients."""
+    query = 4 * shape.batch * shape.heads * shape.length * shape.head_dim
+    key = 4 * shape.batch * shape.key_heads * shape.length * shape.head_dim
+    forward, backward = 2 * query + 2 * key, 4 * query + 4 * key
+    return {"forward": forward, "backward": backward, "forward+backward": forward + backward}[direction]

@@ -1,0 +1,141 @@
+"""Clocks, and rounds in which every contender takes its turn.
+
+A machine drifts: it heats up, others use it, memory fragments. So contenders are never timed one after the other.
+Each round times each contender once, in shuffled order, and ratios are taken inside a round before the median over
+rounds is.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Action = Callable[[], object]
+
+
+class Clock(Protocol):
+    def measure(self, action: Action, calls: int) -> float:
+        """Seconds per call over ``calls`` calls in a row."""
+
+
+class WallClock:
+    """For the CPU, where a call is over when it returns."""
+
+    def measure(self, action: Action, calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            action()
+        return (time.perf_counter() - start) / calls
+
+
+class CudaClock:
+    """Events on the stream: device time from the first kernel of the first call to the last kernel of the last."""
+
+    def measure(self, action: Action, calls: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(calls):
+            action()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3 / calls
+
+
+def clock_for(device: str) -> Clock:
+    return CudaClock() if device == "cuda" else WallClock()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to measure."""
+
+    repeats: int | None = None  # exactly this many rounds; None: as many as target_s holds, within the limits below
+    target_s: float = 8.0
+    cap_s: float = 90.0  # no round begins after this, once MIN_LONG_ROUNDS are done
+    sample_s: float = 0.02  # a sample is as many calls as fill this, so that the clock's own grain does not show
+    seed: int = 0
+
+
+WARM_UPS = 2
+MIN_ROUNDS, MIN_LONG_ROUNDS, MAX_ROUNDS = 7, 3, 30
+LONG_ROUND_S = 6.0  # rounds longer than this are "long": three of them do
+
+QUICK = Plan(repeats=3, sample_s=0.002)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with its 20th and 80th percentile."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: list[float]) -> Spread:
+        if len(values) == 1:
+            return Spread(values[0], values[0], values[0])
+        fifths = statistics.quantiles(values, n=5, method="inclusive")
+        return Spread(statistics.median(values), fifths[0], fifths[3])
+
+
+def interleave(actions: Mapping[str, Action], clock: Clock, plan: Plan) -> dict[str, list[float]]:
+    """Seconds per call of every action, one value per round, round by round."""
+    order = random.Random(plan.seed)
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    with _no_garbage_collection():
+        calls = {name: _calls_per_sample(action, clock, plan) for name, action in actions.items()}
+        start = time.monotonic()
+        rounds = plan.repeats or MAX_ROUNDS
+        done = 0
+        while done < rounds:
+            for name in order.sample(list(actions), len(actions)):
+                seconds[name].append(clock.measure(actions[name], calls[name]))
+            done += 1
+            elapsed = time.monotonic() - start
+            if plan.repeats is None:
+                rounds = _rounds(elapsed / done, plan)
+            if elapsed > plan.cap_s and done >= MIN_LONG_ROUNDS:
+                break
+    return seconds
+
+
+def paired_ratio(theirs: list[float], ours: list[float]) -> Spread:
+    """How many times as fast ours is, round by round: above 1, ours wins."""
+    return Spread.of([t / o for t, o in zip(theirs, ours, strict=True)])
+
+
+def _rounds(round_s: float, plan: Plan) -> int:
+    least = MIN_LONG_ROUNDS if round_s > LONG_ROUND_S else MIN_ROUNDS
+    return min(MAX_ROUNDS, max(least, int(plan.target_s / max(round_s, 1e-9))))
+
+
+def _calls_per_sample(action: Action, clock: Clock, plan: Plan) -> int:
+    """Warms the action up, and finds how many calls fill a sample."""
+    seconds = 0.0
+    for _ in range(WARM_UPS):
+        seconds = clock.measure(action, 1)
+    return max(1, math.ceil(plan.sample_s / seconds)) if seconds > 0 else 1
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection in the middle of a sample would be billed to whoever runs; collect before, and then not at all."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

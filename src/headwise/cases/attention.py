@@ -1,0 +1,144 @@
+"""Cases of dense attention: many tiles, every flag, every layout. The other attention tables build on its inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.reference import attention as reference_attention
+from headwise.testing import Arguments, Case, Maker, Outputs, Suite
+
+QUICK = frozenset({"quick"})
+
+
+def heads(maker: Maker, b: int, h: int, s: int, d: int, layout: str = "bhsd") -> Tensor:
+    """A normal ``(B, H, S, D)`` tensor: plain, a view of ``(B, S, H, D)``, or rows of a wider storage."""
+    if layout == "bshd":
+        return maker.normal(b, s, h, d).transpose(1, 2)
+    if layout == "padded":
+        return maker.normal(b, h, s + 3, d + 5)[:, :, 1 : s + 1, 2 : d + 2]
+    return maker.normal(b, h, s, d)
+
+
+def make(
+    maker: Maker, *, b: int = 1, hq: int = 2, hk: int | None = None, sq: int, sk: int | None = None, d: int = 64,
+    dv: int | None = None, layout: str = "bhsd", mask: tuple[int, ...] | None = None,
+    bias: tuple[int, ...] | None = None, lengths: list[int] | None = None, sink: bool = False, chance: float = 0.6,
+    empty_rows: bool = False, **flags: Any,
+) -> Arguments:  # fmt: skip
+    hk, sk, dv = hk or hq, sq if sk is None else sk, dv or d
+    arguments: Arguments = {
+        "q": heads(maker, b, hq, sq, d, layout),
+        "k": heads(maker, b, hk, sk, d, layout),
+        "v": heads(maker, b, hk, sk, dv, layout),
+        **flags,
+    }
+    if mask is not None:
+        arguments["mask"] = maker.coin(*mask, chance=chance)
+        if empty_rows:
+            arguments["mask"][..., ::5, :] = False
+    if bias is not None:
+        arguments["bias"] = maker.normal(*bias)
+    if lengths is not None:
+        arguments["kv_lengths"] = maker.tensor(lengths, torch.int32)
+        for i, n in enumerate(lengths):  # what does not exist may hold anything
+            for name in ("k", "v"):
+                arguments[name][i, :, n:] = torch.nan
+    if sink:
+        arguments["sink"] = maker.normal(hq)
+    return arguments
+
+
+def run(arguments: Arguments, backend: str | None = None) -> Outputs:
+    out, lse = hw.attention(**arguments, return_lse=True, backend=backend)
+    return {"out": out, "lse": lse}
+
+
+def reference(arguments: Arguments) -> Outputs:
+    out, lse = reference_attention.attention(**arguments)
+    return {"out": out, "lse": lse}
+
+
+def explicit(arguments: Arguments, outputs: Outputs, grads: dict[str, Tensor], backend: str | None) -> Outputs:
+    extra = [name for name in ("bias", "sink") if name in arguments]
+    found = hw.attention_backward(
+        grads["out"],
+        out=outputs["out"],
+        lse=outputs["lse"],
+        grad_lse=grads["lse"],
+        need_bias_grad="bias" in extra,
+        need_sink_grad="sink" in extra,
+        backend=backend,
+        **arguments,
+    )
+    return dict(zip(("q", "k", "v", *extra), found, strict=True))
+
+
+SUITE = Suite(
+    op="attention",
+    cases=(
+        Case("full", {"sq": 640, "hq": 2}),
+        Case("full, one tile", {"sq": 48, "hq": 2, "d": 32}, QUICK),
+        Case("full, ragged tiles", {"sq": 201, "sk": 333, "d": 40}, QUICK),
+        Case("causal", {"sq": 700, "causal": True}),
+        Case("causal, small", {"sq": 150, "d": 32, "causal": True}, QUICK),
+        Case("causal, 2100 tokens", {"sq": 2100, "hq": 1, "d": 32, "causal": True}),
+        Case("causal, fewer queries than keys", {"sq": 100, "sk": 413, "causal": True, "d": 32}, QUICK),
+        Case("causal, more queries than keys", {"sq": 200, "sk": 90, "causal": True, "d": 32}, QUICK),
+        Case("window (100, 0)", {"sq": 530, "d": 32, "causal": True, "window": (100, 0)}),
+        Case("window (0, 0)", {"sq": 130, "d": 32, "window": (0, 0)}, QUICK),
+        Case("window (7, 3)", {"sq": 170, "d": 16, "window": (7, 3)}, QUICK),
+        Case("window (None, 5)", {"sq": 170, "d": 16, "window": (None, 5)}, QUICK),
+        Case("window (300, None)", {"sq": 900, "d": 16, "window": (300, None)}),
+        Case("window (300, 0), 1500 tokens", {"sq": 1500, "hq": 1, "d": 32, "window": (300, 0)}),
+        Case("window of fewer queries", {"sq": 65, "sk": 400, "d": 32, "causal": True, "window": (50, -1)}, QUICK),
+        Case("grouped heads 4:1", {"sq": 260, "hq": 8, "hk": 2, "d": 32, "causal": True}),
+        Case("grouped heads 3:1, head dim 80", {"b": 2, "sq": 140, "hq": 3, "hk": 1, "d": 80}, QUICK),
+        Case("one key head", {"b": 2, "sq": 300, "hq": 4, "hk": 1, "d": 64}),
+        Case("transposed view", {"b": 2, "sq": 210, "hq": 3, "d": 32, "layout": "bshd", "causal": True}, QUICK),
+        Case("padded storage", {"b": 2, "sq": 133, "hq": 2, "d": 24, "layout": "padded"}, QUICK),
+        Case("head dims 111 and 57", {"sq": 190, "d": 111, "dv": 57, "causal": True}, QUICK),
+        Case("head dims 40 and 96", {"sq": 190, "d": 40, "dv": 96}, QUICK),
+        Case("head dim 1", {"sq": 100, "d": 1}, QUICK),
+        Case("head dim 192", {"sq": 260, "d": 192, "dv": 128, "causal": True}),
+        Case("head dim 256", {"sq": 270, "d": 256}),
+        Case("mask per query", {"sq": 300, "d": 32, "mask": (300, 300)}),
+        Case("mask per head", {"b": 2, "sq": 100, "hq": 4, "hk": 2, "d": 32, "mask": (1, 4, 100, 100)}, QUICK),
+        Case("mask of keys", {"b": 2, "sq": 120, "d": 32, "mask": (2, 1, 1, 120), "causal": True}, QUICK),
+        Case("mask with empty rows", {"sq": 140, "d": 32, "mask": (140, 140), "empty_rows": True, "chance": 0.1}, QUICK),
+        Case("sparse mask", {"sq": 600, "d": 16, "mask": (600, 600), "chance": 0.003}),
+        Case("bias", {"b": 2, "sq": 150, "d": 32, "bias": (2, 2, 150, 150)}, QUICK),
+        Case("bias of keys", {"b": 2, "sq": 260, "d": 32, "bias": (260,), "causal": True}),
+        Case("bias per head", {"b": 2, "sq": 270, "hq": 4, "hk": 2, "d": 32, "bias": (4, 1, 270)}),
+        Case("bias and mask", {"sq": 130, "d": 32, "bias": (130, 1), "mask": (130, 130)}, QUICK),
+        Case("lengths", {"b": 4, "sq": 90, "sk": 170, "d": 32, "lengths": [170, 0, 33, 100], "causal": True}, QUICK),
+        Case("lengths, full", {"b": 3, "sq": 300, "d": 32, "lengths": [299, 1, 150]}),
+        Case("lengths and a window", {"b": 2, "sq": 40, "sk": 300, "d": 32, "lengths": [300, 77], "window": (30, 4)}, QUICK),
+        Case("softcap", {"sq": 300, "d": 64, "softcap": 5.0, "scale": 0.5}),
+        Case("softcap, causal, grouped", {"sq": 150, "hq": 4, "hk": 2, "d": 32, "softcap": 30.0, "causal": True}, QUICK),
+        Case("softcap of large logits", {"sq": 140, "d": 32, "softcap": 2.0, "scale": 40.0}, QUICK),
+        Case("sink", {"sq": 270, "hq": 4, "hk": 2, "d": 32, "sink": True, "causal": True}),
+        Case("sink and empty rows", {"sq": 90, "sk": 50, "d": 32, "sink": True, "causal": True}, QUICK),
+        Case("scale 1", {"sq": 200, "d": 64, "scale": 1.0}, QUICK),
+        Case(
+            "everything at once",
+            {
+                "b": 2, "sq": 140, "sk": 200, "hq": 4, "hk": 2, "d": 48, "dv": 40, "layout": "bshd", "causal": True,
+                "window": (90, 10), "mask": (2, 1, 140, 200), "bias": (4, 1, 200), "lengths": [200, 151],
+                "softcap": 10.0, "sink": True, "chance": 0.9,
+            },
+            QUICK,
+        ),
+        Case("no batch", {"b": 0, "sq": 8, "d": 16}, QUICK),
+        Case("no queries", {"sq": 0, "sk": 8, "d": 16}, QUICK),
+        Case("no keys", {"sq": 8, "sk": 0, "d": 16, "sink": True}, QUICK),
+    ),
+    make=make,
+    run=run,
+    reference=reference,
+    explicit=explicit,
+    differentiable=("q", "k", "v", "bias", "sink"),
+)  # fmt: skip

@@ -1,0 +1,287 @@
+"""``headwise bench``: ours against peers, measured in one run on results that were checked first.
+
+A case whose result fails its error budget is refused: no time of it is reported, and the exit code is 1. A missed
+target is reported and does not change the exit code: a time depends on the machine. The protocol is in bench/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from headwise.benchmark import report, timing
+from headwise.benchmark.case import OURS, BenchCase, BenchSuite, matches
+from headwise.benchmark.runner import CaseResult, Measurement, Verdict, run_case
+from headwise.benchmark.suites import SUITES, load
+from headwise.cli import _terminal, env
+from headwise.ops._checks import short
+
+DEFAULT_FOLDER = Path("bench/results")
+_BRIEF_DIRECTION = {"forward": "fwd", "backward": "bwd", "forward+backward": "fwd+bwd"}
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("bench", help="measure speed and memory", description=__doc__)
+    parser.add_argument("--suite", default="cpu", help=f"one of: {', '.join(SUITES)} (default: cpu)")
+    parser.add_argument("--filter", metavar="TEXT", help="only cases whose name has every word of TEXT")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes: proves that it runs, measures nothing of worth"
+    )
+    parser.add_argument("--threads", type=int, help="of PyTorch on the CPU (default: what the suite's targets are for)")
+    parser.add_argument(
+        "--repeats", type=int, metavar="N", help="rounds per case (default: 7 to 30 by time, 3 for long ones)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"folder of the CSV (default: {DEFAULT_FOLDER}; quick: none)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture of the ratios (PNG)")
+    parser.add_argument("--list", action="store_true", help="name the cases and their targets, run nothing")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def run(args: argparse.Namespace) -> int:
+    suite = _suite(args)
+    every_case = suite.cases(args.quick)
+    cases = [case for case in every_case if matches(case, args.filter)]
+    if not cases:
+        raise _terminal.UsageError(f"--filter {args.filter!r} leaves no case of suite {suite.name}")
+    if args.list:
+        _print_list(cases, args.json)
+        return 0
+    plan = timing.QUICK if args.quick else timing.Plan()
+    if args.repeats is not None:
+        plan = timing.Plan(repeats=args.repeats, sample_s=plan.sample_s)
+    with _threads(args.threads or suite.threads):
+        machine = _machine(suite)
+        results = [
+            run_case(case, suite, plan, judged=not args.quick)
+            for case in _with_progress(cases, quiet=args.json or not sys.stderr.isatty())
+        ]
+    rows = [row for r in results for row in report.rows(r, suite.name, short(suite.dtype), machine, args.quick)]
+    folder = args.out or (None if args.quick else DEFAULT_FOLDER)
+    written: list[Path] = []
+    if folder is not None:
+        path = report.csv_path(folder, suite.name, machine)
+        report.write_csv(path, rows, [(suite.name, c.group, c.name, c.direction) for c in every_case])
+        written.append(path)
+    if args.plot is not None and _plot(results, args.plot, suite, machine, args.quick):
+        written.append(args.plot)
+    if args.json:
+        _terminal.print_json(_as_json(results, rows, machine, written))
+    else:
+        _print(_terminal.console(), results, suite, machine, args.quick, written)
+    return 0 if all(r.status == "ok" for r in results) else 1
+
+
+def _suite(args: argparse.Namespace) -> BenchSuite:
+    if args.suite not in SUITES:
+        raise _terminal.UsageError(f"--suite {args.suite} is not known; there are: {', '.join(SUITES)}")
+    if args.threads is not None and args.threads < 1:
+        raise _terminal.UsageError(f"--threads {args.threads}: it needs at least 1")
+    if args.repeats is not None and args.repeats < 1:
+        raise _terminal.UsageError(f"--repeats {args.repeats}: it needs at least 1")
+    suite = load(args.suite)
+    if suite.device == "cuda" and not torch.cuda.is_available():
+        raise _terminal.UsageError(f"--suite {args.suite} needs a GPU that PyTorch sees, and there is none")
+    return suite
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _machine(suite: BenchSuite) -> report.Machine:
+    facts = env.describe()
+    cpu = facts["cpu"]["model"]
+    return report.Machine(
+        device=suite.device,
+        device_name=facts["gpus"][0]["name"] if suite.device == "cuda" else cpu,
+        cpu=cpu,
+        threads=facts["cpu"]["threads"],
+        torch=torch.__version__,
+        headwise=facts["headwise"],
+        python=facts["versions"]["python"],
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _with_progress(cases: list[BenchCase], quiet: bool) -> Iterator[BenchCase]:
+    columns = (
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=_terminal.progress_console(), transient=True, disable=quiet) as progress:
+        task = progress.add_task("", total=len(cases))
+        for case in cases:
+            progress.update(task, description=case.key)
+            yield case
+            progress.advance(task)
+
+
+def _plot(results: list[CaseResult], path: Path, suite: BenchSuite, machine: report.Machine, quick: bool) -> bool:
+    try:
+        from headwise.benchmark.plot import save_plot
+
+        name = f"headwise {machine.headwise} · suite {suite.name}{' (quick sizes)' if quick else ''}"
+        return save_plot(results, path, f"{name}\n{_where(machine)}")
+    except ImportError as error:
+        raise _terminal.UsageError(f"--plot needs matplotlib (pip install 'headwise[bench]'): {error}") from error
+
+
+def _where(machine: report.Machine) -> str:
+    threads = f" · {machine.threads} threads" if machine.device == "cpu" else ""
+    return f"{machine.device_name}{threads} · torch {machine.torch} · {machine.date[:10]}"
+
+
+def _print(
+    console: Console,
+    results: list[CaseResult],
+    suite: BenchSuite,
+    machine: report.Machine,
+    quick: bool,
+    written: list[Path],
+) -> None:
+    console.print(f"[bold]headwise {machine.headwise} · suite {suite.name} · {short(suite.dtype)}[/bold]")
+    console.print(Text(_where(machine), "dim"))
+    if quick:
+        console.print(Text("Quick sizes: these numbers say that the harness runs, and nothing about speed.", "yellow"))
+    for group in dict.fromkeys(result.case.group for result in results):
+        console.print(_table(group, [result for result in results if result.case.group == group]))
+    for result in results:
+        if result.status != "ok":
+            console.print(Text.assemble((f"✗ {result.case.key}: {result.status}: ", "red"), result.detail))
+        for peer, why in result.absent.items():
+            console.print(Text(f"– {result.case.key}: {peer} is not here: {why}", "dim"))
+    _print_summary(console, results)
+    for path in written:
+        console.print(Text(f"wrote {path}", "dim"))
+
+
+def _table(group: str, results: list[CaseResult]) -> Table:
+    """The results of one group. The units stand in the header: within a group they are the same."""
+    rate = "GFLOP/s" if results[0].case.flops else "GB/s"
+    columns = ("", "case", "", "ours ms", rate, "peer", "theirs ms", "ratio", "20–80 %", "extra MiB", "target")
+    table = _terminal.table(*columns, title=group)
+    table.padding = (0, 1, 0, 0)
+    for column in (3, 4, 6, 7, 8, 9):
+        table.columns[column].justify = "right"
+        table.columns[column].no_wrap = True
+    for result in results:
+        for cells in _cells(result):
+            table.add_row(*cells)
+    return table
+
+
+def _cells(result: CaseResult) -> Iterator[tuple[str | Text, ...]]:
+    """The lines of one case: one per peer; ours stands in the first."""
+    case = result.case
+    ours = result.measurement(OURS)
+    if result.status != "ok" or ours is None:
+        yield Text("✗", "bold red"), case.name, _BRIEF_DIRECTION[case.direction], Text(result.status, "red")
+        return
+    others: list[Measurement | None] = [m for m in result.measurements if m.contender != OURS]
+    for index, other in enumerate(others or [None]):
+        first = index == 0
+        verdicts = [
+            v
+            for v in result.verdicts
+            if (report.concerns(v) == OURS and first) or (other is not None and report.concerns(v) == other.contender)
+        ]
+        ratio = other.ratio if other is not None else None
+        extra = _number(ours.peak_extra_bytes / 2**20)
+        yield (
+            _mark(verdicts),
+            case.name if first else "",
+            _BRIEF_DIRECTION[case.direction] if first else "",
+            _number(ours.seconds.median * 1e3) if first else "",
+            _number((case.flops or case.bytes) / ours.seconds.median / 1e9) if first else "",
+            other.contender if other is not None else "",
+            _number(other.seconds.median * 1e3) if other is not None else "",
+            Text(f"{ratio.median:.2f}×", _colour(verdicts)) if ratio is not None else "",
+            Text(f"{ratio.low:.2f}–{ratio.high:.2f}", "dim") if ratio is not None else "",
+            f"{extra} : {_number(other.peak_extra_bytes / 2**20)}" if other is not None else extra,
+            Text("\n".join(v.requirement.brief for v in verdicts), _colour(verdicts)),
+        )
+
+
+def _print_summary(console: Console, results: list[CaseResult]) -> None:
+    outcomes = [v.outcome for r in results for v in r.verdicts]
+    met, missed = outcomes.count("met"), outcomes.count("missed")
+    broken = sum(r.status != "ok" for r in results)
+    parts = [(f"{len(results)} cases", "bold")]
+    if met or missed:
+        parts += [
+            (", targets: ", ""),
+            (f"{met} met", "green"),
+            (f", {missed} missed", "red" if missed else ""),
+        ]
+    if broken:
+        parts += [(", ", ""), (f"{broken} refused or broken", "bold red")]
+    console.print(Text.assemble(*parts))
+    legend = "ratio = their time / ours, median over paired rounds; extra = memory beyond the inputs, ours : theirs"
+    console.print(Text(legend, "dim"))
+
+
+def _print_list(cases: list[BenchCase], as_json: bool) -> None:
+    if as_json:
+        _terminal.print_json([{"case": c.key, "requirements": [str(r) for r in c.requirements]} for c in cases])
+        return
+    table = _terminal.table("case", "target")
+    for case in cases:
+        table.add_row(case.key, "; ".join(str(r) for r in case.requirements))
+    _terminal.console().print(table)
+
+
+def _mark(verdicts: list[Verdict]) -> Text:
+    outcomes = {v.outcome for v in verdicts}
+    if "missed" in outcomes:
+        return Text("✗", "bold red")
+    return Text("✓", "bold green") if "met" in outcomes else Text("·", "dim")
+
+
+def _colour(verdicts: list[Verdict]) -> str:
+    outcomes = {v.outcome for v in verdicts}
+    return "red" if "missed" in outcomes else "green" if "met" in outcomes else ""
+
+
+def _number(value: float) -> str:
+    """Three digits, and never an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _as_json(
+    results: list[CaseResult], rows: list[report.Row], machine: report.Machine, written: list[Path]
+) -> dict[str, Any]:
+    def finite(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    outcomes = [v.outcome for r in results for v in r.verdicts]
+    return {
+        "ok": all(r.status == "ok" for r in results),
+        "machine": asdict(machine),
+        "targets": {outcome: outcomes.count(outcome) for outcome in ("met", "missed", "not judged")},
+        "written": [str(path) for path in written],
+        "results": [{name: finite(value) for name, value in asdict(row).items()} for row in rows],
+    }

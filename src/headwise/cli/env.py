@@ -1,0 +1,161 @@
+"""``headwise env``: this machine. Versions come from package metadata; nothing is imported for them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+import headwise
+from headwise.backends.registry import BACKENDS, availability
+from headwise.cli import _terminal
+from headwise.config import settings
+
+PACKAGES = ("torch", "triton", "wgpu", "numpy", "transformers")
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("env", help="this machine", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def run(args: argparse.Namespace) -> int:
+    facts = describe()
+    if args.json:
+        _terminal.print_json(facts)
+    else:
+        _print(facts)
+    return 0
+
+
+def describe() -> dict[str, Any]:
+    """What the results of a check or a benchmark depend on: hardware, versions, backends, settings."""
+    return {
+        "headwise": headwise.__version__,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": {
+            "model": _cpu_model(),
+            "cores": _usable_cores(),
+            "threads": torch.get_num_threads(),
+            "vector": torch.backends.cpu.get_cpu_capability(),
+        },
+        "memory_gib": _memory_gib(),
+        "gpus": _gpus(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "backends": backends(),
+        "settings": {"backend": settings.backend, "validate": settings.validate},
+    }
+
+
+def backends() -> list[dict[str, Any]]:
+    rows = []
+    for row in BACKENDS:
+        reason = availability(row.name)
+        rows.append(
+            {
+                "name": row.name,
+                "runs": reason is None,
+                "reason": reason,
+                "devices": list(row.devices),
+                "automatic_for": list(row.automatic_for),
+                "kernels": sorted(row.rules.LAUNCHERS),
+            }
+        )
+    return rows
+
+
+def _print(facts: dict[str, Any]) -> None:
+    console = _terminal.console()
+    cpu = facts["cpu"]
+    memory = f"{facts['memory_gib']:.0f} GiB" if facts["memory_gib"] is not None else "unknown"
+    about = Table.grid(padding=(0, 3))
+    about.add_row("system", facts["system"])
+    about.add_row(
+        "cpu", f"{cpu['model']} · {cpu['cores']} cores · {cpu['vector']} · {cpu['threads']} threads in PyTorch"
+    )
+    about.add_row("memory", memory)
+    for gpu in facts["gpus"]:
+        about.add_row("gpu", f"{gpu['name']} · {gpu['memory_gib']:.0f} GiB · {gpu['architecture']}")
+    if not facts["gpus"]:
+        about.add_row("gpu", Text("none that PyTorch sees", "dim"))
+    for name, version in facts["versions"].items():
+        about.add_row(name, version or Text("not installed", "dim"))
+    if facts["settings"]["backend"]:
+        about.add_row("HEADWISE_BACKEND", facts["settings"]["backend"])
+    if facts["settings"]["validate"]:
+        about.add_row("HEADWISE_VALIDATE", "1")
+
+    console.print(f"[bold]headwise {facts['headwise']}[/bold]\n")
+    console.print(about)
+    table = _terminal.table("backend", "tensors on", "kernels", "on this machine")
+    for row in facts["backends"]:
+        table.add_row(
+            Text(row["name"], "bold" if row["runs"] else "dim"),
+            ", ".join(row["devices"]),
+            str(len(row["kernels"])),
+            _terminal.verdict(row["reason"]),
+        )
+    console.print()
+    console.print(table)
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    if platform.system() == "Darwin":
+        asked = subprocess.run(
+            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
+        )
+        if asked.returncode == 0:
+            return asked.stdout.strip()
+    return platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int:
+    """The cores this process may run on, which a container may make fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return None
+
+
+def _gpus() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        # ROCm gives the architecture by name, CUDA as a compute capability.
+        rocm = getattr(properties, "gcnArchName", None) if torch.version.hip else None
+        found.append(
+            {
+                "name": properties.name,
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+                "architecture": rocm or f"sm_{properties.major}{properties.minor}",
+            }
+        )
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,174 @@
+"""Attention, written as its formulas: the whole score matrix, one softmax, nothing clever."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def visible_keys(q_length: int, k_length: int, length: int, left: int, right: int, device: torch.device) -> Tensor:
+    """Which of ``k_length`` keys each query sees when only the first ``length`` exist: bool ``(Sq, Sk)``."""
+    position = torch.arange(q_length, device=device)[:, None] + (length - q_length)
+    key = torch.arange(k_length, device=device)[None, :]
+    visible = (key < length).expand(q_length, k_length)
+    if left >= 0:
+        visible = visible & (key >= position - left)
+    if right >= 0:
+        visible = visible & (key <= position + right)
+    return visible
+
+
+def attention_with_probs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    *,
+    causal: bool = False,
+    window: Sequence[int | None] | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """``(out, lse, probs)`` of q ``(B, Hq, Sq, D)`` over k, v ``(B, Hk, Sk, ·)``."""
+    batch, q_heads, q_length, head_dim = q.shape
+    k_heads, k_length = k.shape[1], k.shape[2]
+    left, right = (-1 if side is None else side for side in (window or (None, None)))
+    right = 0 if causal else right
+    lengths = [k_length] * batch if kv_lengths is None else kv_lengths.tolist()
+
+    visible = torch.stack(
+        [visible_keys(q_length, k_length, n, left, right, q.device) for n in lengths]
+        or [torch.zeros(q_length, k_length, dtype=torch.bool, device=q.device)]
+    )[:batch, None]
+    visible = visible.expand(batch, q_heads, q_length, k_length)
+    if mask is not None:
+        visible = visible & mask
+
+    # A key that no query sees may hold anything, NaN included: it is taken out before it is multiplied with zero.
+    group = q_heads // k_heads
+    seen = visible.any(2).reshape(batch, k_heads, group, k_length).any(2)[..., None]
+    k = torch.where(seen, k, 0.0).repeat_interleave(group, 1)
+
+    logits = q @ k.transpose(-1, -2) * (1 / math.sqrt(head_dim) if scale is None else scale)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if bias is not None:
+        logits = logits + bias.to(logits.dtype)
+    # An empty row stays finite, so that its (unused) gradient does too; it is zeroed at the end.
+    empty = ~(visible & (logits > -torch.inf)).any(-1, keepdim=True)
+    logits = torch.where(empty, 0.0, logits.masked_fill(~visible, -torch.inf))
+    with_sink = logits
+    if sink is not None:
+        column = sink.to(logits.dtype)[None, :, None, None].expand(batch, q_heads, q_length, 1)
+        with_sink = torch.cat([logits, column], -1)
+    if with_sink.shape[-1] == 0:
+        with_sink = logits.new_zeros(batch, q_heads, q_length, 1)
+    probs = torch.where(empty, 0.0, torch.softmax(with_sink, -1)[..., :k_length])
+    lse = torch.where(empty, -torch.inf, torch.logsumexp(with_sink, -1, keepdim=True)).squeeze(-1)
+    if kv_lengths is not None:
+        bad = ((kv_lengths < 0) | (kv_lengths > k_length))[:, None, None]
+        lse = torch.where(bad, torch.nan, lse)
+        probs = torch.where(bad[..., None], torch.nan, probs)
+    if v is None:
+        return None, lse, probs
+    out = probs @ torch.where(seen, v, 0.0).repeat_interleave(group, 1)
+    if kv_lengths is not None:
+        out = torch.where(bad[..., None], torch.nan, out)
+    return out, lse, probs
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, **flags: object) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of dense attention."""
+    out, lse, _ = attention_with_probs(q, k, v, **flags)  # type: ignore[arg-type]
+    assert out is not None
+    return out, lse
+
+
+def attention_probs(q: Tensor, k: Tensor, *, rows: Sequence[int] | Tensor | None = None, **flags: object) -> Tensor:
+    """The softmax rows, or those named by ``rows``."""
+    _, _, probs = attention_with_probs(q, k, None, **flags)  # type: ignore[arg-type]
+    if rows is None:
+        return probs
+    index = torch.as_tensor(rows, dtype=torch.int64, device=q.device)
+    length = q.shape[2]
+    bad = (index < -length) | (index >= length)
+    if length == 0:
+        return probs.new_full((*probs.shape[:2], len(index), k.shape[2]), torch.nan)
+    chosen = probs[:, :, torch.where(bad, 0, index)]
+    return torch.where(bad[:, None], torch.nan, chosen)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **flags: object,
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of a packed batch, one dense call per sequence."""
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    outs, lses = [], []
+    for b in range(len(starts_q) - 1):
+        of_q, of_k = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
+        dense = (q[of_q], k[of_k], v[of_k])
+        out, lse = attention(*(x.transpose(0, 1)[None] for x in dense), **flags)  # type: ignore[misc]
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    trailing = q.shape[0] - starts_q[-1]
+    outs.append(q.new_zeros(trailing, q.shape[1], v.shape[2]))
+    lses.append(torch.full((q.shape[1], trailing), -torch.inf, dtype=q.dtype, device=q.device))
+    if not _well_formed(starts_q, q.shape[0], max_seqlen_q) or not _well_formed(starts_k, k.shape[0], max_seqlen_k):
+        nan = q.new_full((q.shape[0], q.shape[1], v.shape[2]), torch.nan)
+        return nan, nan[..., 0].transpose(0, 1)
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def _well_formed(offsets: list[int], total: int, longest: int) -> bool:
+    steps = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+    return offsets[0] == 0 and offsets[-1] <= total and all(0 <= step <= longest for step in steps)
+
+
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    **flags: object,
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of new tokens over a cache: causal attention over the pages of each sequence, laid end to end."""
+    dense_q = q[:, :, None] if q.dim() == 3 else q
+    k, v = k_cache, v_cache
+    if block_table is not None:
+        table = block_table.long().clamp(0, max(k_cache.shape[0] - 1, 0))
+        k, v = (torch.cat(list(c[table].unbind(1)), 2) for c in (k_cache, v_cache))
+    out, lse = attention(dense_q, k, v, causal=True, kv_lengths=lengths, **flags)
+    if block_table is not None:
+        needed = torch.arange(block_table.shape[1], device=q.device) * k_cache.shape[2] < lengths[:, None]
+        bad = (needed & ((block_table < 0) | (block_table >= k_cache.shape[0]))).any(1)[:, None, None]
+        out, lse = torch.where(bad[..., None], torch.nan, out), torch.where(bad, torch.nan, lse)
+    return (out[:, :, 0], lse[:, :, 0]) if q.dim() == 3 else (out, lse)
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of parts over disjoint keys; lses of the shape of outs without the last dim."""
+    stacked = torch.stack(list(lses))
+    empty = (stacked == -torch.inf).all(0)
+    # Parts without keys get a finite stand-in and a weight of zero, so that gradients through them are zero, not NaN.
+    present = stacked > -torch.inf
+    safe = torch.where(empty, 0.0, torch.where(present, stacked, -torch.inf))
+    lse = torch.logsumexp(safe, 0)
+    weights = torch.where(present, torch.exp(torch.where(present, stacked, 0.0) - lse), 0.0)
+    parts = torch.where(present[..., None], torch.stack(list(outs)), 0.0)
+    out = (weights[..., None].to(parts.dtype) * parts).sum(0)
+    return out, torch.where(empty, -torch.inf, lse)
