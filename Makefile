@@ -13,13 +13,14 @@ STAMP := $(VENV)/.installed
 SYSTEM_PACKAGES := \
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format system-packages clean
+.PHONY: help demo test lint format readme system-packages clean
 
 help:
 	@echo "make demo     check the kernels of this machine against the contract, and take a tour of the ops"
 	@echo "make test     the whole test suite           (WORKERS=2, PYTEST_ARGS='-k softmax')"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff reformat the code"
+	@echo "make readme   write the tables of README.md from headwise check and bench/results"
 	@echo "make clean    remove the virtual environment and the caches"
 
 demo: $(STAMP)
@@ -38,6 +39,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+readme: $(STAMP)
+	$(BIN)/python scripts/update_readme.py
 
 system-packages:
 	@PYTHON=$(PYTHON) scripts/system-packages $(SYSTEM_PACKAGES)

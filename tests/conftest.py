@@ -7,7 +7,7 @@ import torch
 # The same random calls on every run and every machine; `--hypothesis-profile=deep` draws new ones, and many more.
 hypothesis.settings.register_profile(
     "quick",
-    max_examples=60,
+    max_examples=150,
     derandomize=True,
     database=None,
     deadline=None,

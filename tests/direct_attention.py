@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.testing import TensorError, compare_all
+from headwise.testing import compare_all
 
 Window = tuple[int | None, int | None] | None
 
@@ -201,15 +201,5 @@ def assert_within_budget(
 
 
 def assert_all_ok(results: dict[str, Tensor], truth: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
-    failures = violations(compare_all(results, truth, plain))
+    failures = [str(verdict) for verdict in compare_all(results, truth, plain) if not verdict.ok]
     assert not failures, "\n".join(failures)
-
-
-def violations(verdicts: list[TensorError]) -> list[str]:
-    """What exceeds its budget by more than chance.
-
-    The largest of some thousand rounding errors is itself a random number: between two implementations of the same
-    accuracy it differs by more than a factor of two in about one tensor of a hundred. So the largest error may pass its
-    budget by half where the L2 error, which hardly varies, keeps to its own.
-    """
-    return [str(v) for v in verdicts if v.problem or v.error_l2 > v.budget_l2 or v.error_max > 1.5 * v.budget_max]

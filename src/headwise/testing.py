@@ -160,7 +160,7 @@ def measure(
 
 def compare_all(results: Outputs, truth: Outputs, plain: Outputs) -> list[TensorError]:
     gradients = [t for n, t in truth.items() if n.startswith("grad of ")]
-    floor = max((_rms(g) for g in gradients), default=0.0)
+    floor = max((_peak(g) for g in gradients), default=0.0)
     return [
         compare(n, r, truth[n], plain[n], noise_scale=floor if n.startswith("grad of ") else 0.0)
         for n, r in results.items()
@@ -170,8 +170,8 @@ def compare_all(results: Outputs, truth: Outputs, plain: Outputs) -> list[Tensor
 def compare(name: str, ours: Tensor, truth: Tensor, plain: Tensor, noise_scale: float = 0.0) -> TensorError:
     """Hold one tensor against its budget.
 
-    noise_scale: the size of the terms a gradient is the difference of. Where they cancel (a query with one key has no
-    gradient at all), what remains is float32 noise of that size, ours and PyTorch's alike.
+    noise_scale: the size of the terms that gradients are differences of. Where they cancel (a query with one key has no
+    gradient at all), what remains is float32 noise of that size.
     """
     if tuple(ours.shape) != tuple(truth.shape):
         return _problem(name, f"shape {tuple(ours.shape)}, expected {tuple(truth.shape)}")
@@ -188,7 +188,7 @@ def compare(name: str, ours: Tensor, truth: Tensor, plain: Tensor, noise_scale: 
     p = torch.where(p.isfinite(), p, t)
     tiny = torch.finfo(torch.float32).tiny
     noise = noise_scale * torch.finfo(torch.float32).eps
-    norm, peak = max(_rms(t), tiny), max(t.abs().max().item(), tiny)
+    norm, peak = max(_rms(t), tiny), max(_peak(t), tiny)
     return TensorError(
         name,
         error_l2=_rms(o - t) / norm,
@@ -260,6 +260,11 @@ def _rms(x: Tensor) -> float:
     x = x.double()
     x = x[x.isfinite()]
     return x.square().mean().sqrt().item() if x.numel() else 0.0
+
+
+def _peak(x: Tensor) -> float:
+    x = x[x.isfinite()]
+    return x.abs().max().item() if x.numel() else 0.0
 
 
 def _share(error: float, budget: float) -> float:

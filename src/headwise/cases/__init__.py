@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from headwise.cases import (
     attention,
-    attention_varlen,
     attention_decode,
     attention_probs,
-    merge_attention,
+    attention_varlen,
     cross_entropy,
     embedding,
+    merge_attention,
     rms_norm,
     softmax,
     transpose,

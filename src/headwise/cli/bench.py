@@ -209,6 +209,7 @@ def _cells(result: CaseResult) -> Iterator[tuple[str | Text, ...]]:
             for v in result.verdicts
             if (report.concerns(v) == OURS and first) or (other is not None and report.concerns(v) == other.contender)
         ]
+        of_time = [v for v in verdicts if report.concerns(v) != OURS]
         ratio = other.ratio if other is not None else None
         extra = _number(ours.peak_extra_bytes / 2**20)
         yield (
@@ -219,10 +220,10 @@ def _cells(result: CaseResult) -> Iterator[tuple[str | Text, ...]]:
             _number((case.flops or case.bytes) / ours.seconds.median / 1e9) if first else "",
             other.contender if other is not None else "",
             _number(other.seconds.median * 1e3) if other is not None else "",
-            Text(f"{ratio.median:.2f}×", _colour(verdicts)) if ratio is not None else "",
+            Text(f"{ratio.median:.2f}×", _colour(of_time)) if ratio is not None else "",
             Text(f"{ratio.low:.2f}–{ratio.high:.2f}", "dim") if ratio is not None else "",
             f"{extra} : {_number(other.peak_extra_bytes / 2**20)}" if other is not None else extra,
-            Text("\n".join(v.requirement.brief for v in verdicts), _colour(verdicts)),
+            Text("\n").join(Text(v.requirement.brief, _colour([v])) for v in verdicts),
         )
 
 

@@ -77,7 +77,7 @@ def number(op: str, name: str, value: Any) -> float:
     """A finite Python number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} is {value!r}; it needs to be a number")
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # torch.compile traces a comparison, and not math.isfinite
         raise ValueError(f"{op}: {name} is {value!r}; it needs to be finite")
     return float(value)
 

@@ -1,10 +1,13 @@
-"""Checks of values that live on the device (ids, targets): in validate mode alone, because they wait for the device.
+"""Checks of values that live on the device (ids, targets, lengths, tables).
 
-On the normal path nothing is read back and a kernel marks a bad value with NaN; see `headwise.config`.
+In validate mode alone, because they wait for the device. On the normal path nothing is read back and a kernel marks a bad value with NaN; see `headwise.config`.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import torch
 from torch import Tensor
 
 
@@ -20,3 +23,39 @@ def in_range(op: str, name: str, values: Tensor, high: int, allowed: int | None 
     exception = "" if allowed is None else f" or {allowed}"
     position = f"[{', '.join(map(str, index))}]" if index else ""
     raise ValueError(f"{op}: {name}{position} is {int(values[index])}; it needs to be in [0, {high}){exception}")
+
+
+def packed(op: str, name: str, cu_seqlens: Tensor, total: int, longest: int) -> None:
+    """Offsets of packed sequences: from 0 upwards, inside the tensor, no sequence longer than announced."""
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0:
+        raise ValueError(f"{op}: {name}[0] is {offsets[0]}; it needs to be 0")
+    for i, (start, stop) in enumerate(pairwise(offsets), start=1):
+        if stop < start:
+            raise ValueError(f"{op}: {name}[{i}] is {stop}, below {name}[{i - 1}] = {start}; it needs to grow")
+        if stop > total:
+            raise ValueError(f"{op}: {name}[{i}] is {stop}; it needs to be at most the {total} packed rows")
+        if stop - start > longest:
+            raise ValueError(
+                f"{op}: {name}[{i}] ends a sequence of {stop - start} rows; max_seqlen says at most {longest}"
+            )
+
+
+def pages(op: str, block_table: Tensor, lengths: Tensor, page_size: int, pages: int) -> None:
+    """Every entry that a sequence's length makes it read names a page that exists."""
+    needed = (lengths.long() + page_size - 1) // page_size
+    used = torch.arange(block_table.shape[1], device=block_table.device)[None, :] < needed[:, None]
+    bad = used & ((block_table < 0) | (block_table >= pages))
+    if bad.any():
+        row, column = (int(i) for i in bad.nonzero()[0])
+        value = int(block_table[row, column])
+        raise ValueError(
+            f"{op}: block_table[{row}, {column}] is {value}; it needs to be from 0 to {pages - 1}, the pages of the cache"
+        )
+
+
+def rows(op: str, values: Tensor, limit: int) -> None:
+    bad = (values < -limit) | (values >= limit)
+    if bad.any():
+        index = int(bad.nonzero()[0])
+        raise ValueError(f"{op}: rows[{index}] is {int(values[index])}; it needs to be from {-limit} to {limit - 1}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -119,8 +120,8 @@ def attention_varlen(
     outs, lses = [], []
     for b in range(len(starts_q) - 1):
         of_q, of_k = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
-        dense = (q[of_q], k[of_k], v[of_k])
-        out, lse = attention(*(x.transpose(0, 1)[None] for x in dense), **flags)  # type: ignore[misc]
+        dense_q, dense_k, dense_v = (x.transpose(0, 1)[None] for x in (q[of_q], k[of_k], v[of_k]))
+        out, lse = attention(dense_q, dense_k, dense_v, **flags)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
     trailing = q.shape[0] - starts_q[-1]
@@ -133,7 +134,7 @@ def attention_varlen(
 
 
 def _well_formed(offsets: list[int], total: int, longest: int) -> bool:
-    steps = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+    steps = [b - a for a, b in pairwise(offsets)]
     return offsets[0] == 0 and offsets[-1] <= total and all(0 <= step <= longest for step in steps)
 
 

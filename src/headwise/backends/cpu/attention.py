@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -69,7 +70,8 @@ def attention_varlen_forward(
     if starts is None:
         return out.fill_(torch.nan), lse.fill_(torch.nan)
     out[starts[0][-1] :], lse[:, starts[0][-1] :] = 0.0, -torch.inf
-    pieces = _packed_pieces(*(x.transpose(0, 1)[None] for x in (q, k, v)), *starts, flags)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    pieces = _packed_pieces(q, k, v, *starts, flags)
     _forward_pieces(pieces, out.transpose(0, 1)[None], lse[None], sink)
     return out, lse
 
@@ -171,7 +173,7 @@ def _packed_offsets(
     """The offsets of both sides as lists, None if they make no sense."""
     both = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for starts, total, longest in zip(both, (q.shape[0], k.shape[0]), (max_seqlen_q, max_seqlen_k), strict=True):
-        steps = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+        steps = [b - a for a, b in pairwise(starts)]
         if starts[0] != 0 or starts[-1] > total or any(step < 0 or step > longest for step in steps):
             return None
     return both

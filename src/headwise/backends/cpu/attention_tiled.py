@@ -1,8 +1,7 @@
 """Attention by tiles of PyTorch matmuls with an online softmax: every flag, both directions.
 
 A tile is 256 rows × 512 keys for each thread, small enough to stay in its cache between the passes; all passes write into
-preallocated scratch. Scores are kept in base 2 (log2(e) is folded into the scale): on most CPUs PyTorch's exp2 is
-several times faster than its exp. The query heads of a key head are rows of one matmul, so keys are never expanded.
+preallocated scratch. The query heads of a key head are rows of one matmul, so keys are never expanded.
 """
 
 from __future__ import annotations
@@ -26,14 +25,16 @@ from headwise.backends.cpu.attention_problem import (
 from headwise.layout import lse_dtype
 
 _LOG2E = math.log2(math.e)
-_TILE_KEYS = 512
 _TILE_ROWS = 256
+_FORWARD_KEYS = 1024
+_BACKWARD_KEYS = 512
 
 
 def tiled_forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill out ``(B, Hq, Sq, Dv)`` and lse ``(B, Hq, Sq)``."""
+    scratch = _Scratch(lse_dtype(problem.q.dtype))
     for part, b, heads in _head_groups(problem):
-        _forward_heads(part, out[b, heads], lse[b, heads])
+        _forward_heads(part, out[b, heads], lse[b, heads], scratch)
 
 
 def tiled_backward(
@@ -46,12 +47,13 @@ def tiled_backward(
     """
     dq, dk, dv = (accumulator(x) for x in (problem.q, problem.k, problem.v))
     lse = finite_lse(lse)
+    scratch = _Scratch(lse_dtype(problem.q.dtype))
     group = problem.q.shape[1] // problem.k.shape[1]
     for part, b, heads in _head_groups(problem):
         key_heads = slice(heads.start // group, heads.stop // group)
         _backward_heads(
             part, grad_out[b, heads], delta[b, heads], lse[b, heads],
-            dq[b, heads], dk[b, key_heads], dv[b, key_heads], _of_heads(dbias, b, heads),
+            dq[b, heads], dk[b, key_heads], dv[b, key_heads], _of_heads(dbias, b, heads), scratch,
         )  # fmt: skip
     return dq, dk, dv
 
@@ -107,11 +109,11 @@ def _row_blocks(problem: Problem) -> Iterator[_Rows]:
         yield _Rows(start, stop, group)
 
 
-def _key_tiles(problem: Problem, rows: _Rows) -> Iterator[Segment]:
+def _key_tiles(problem: Problem, rows: _Rows, size: int) -> Iterator[Segment]:
     for segment in segments(rows.start, rows.stop, problem.k.shape[2], problem.band):
         kind = "full" if segment.kind == "full" else "partial"
-        for low in range(segment.start, segment.stop, _TILE_KEYS):
-            yield Segment(low, min(low + _TILE_KEYS, segment.stop), kind)
+        for low in range(segment.start, segment.stop, size):
+            yield Segment(low, min(low + size, segment.stop), kind)
 
 
 class _Scratch:
@@ -132,14 +134,14 @@ class _Scratch:
 class _Tile(NamedTuple):
     k: Tensor  # (Hk, keys, D), hidden keys zeroed
     v: Tensor  # (Hk, keys, Dv)
-    scores: Tensor  # (Hk, G · rows, keys): capped, biased, masked, in base 2
-    cap_slope: Tensor | None  # tanh of the scores where a softcap is, for its derivative
+    scores: Tensor  # (Hk, G · rows, keys) or transposed: scaled, capped, biased, masked
+    tanh: Tensor | None  # of the capped scores, for the derivative of the cap
 
 
 def _score_tile(
     problem: Problem, rows: _Rows, segment: Segment, q: Tensor, scratch: _Scratch, transposed: bool = False
 ) -> _Tile | None:
-    """Scores of one tile in base 2; q is packed and scaled by `_query_scale`, and transposed if the scores are to be."""
+    """Scores of one tile, in the unit of `_unit`; q comes from `_queries`, transposed if the scores are to be."""
     seen = seen_scores(problem, rows.start, rows.stop, segment)
     if seen is not None and problem.mask is not None and not seen.any():
         return None
@@ -152,11 +154,13 @@ def _score_tile(
     tanh = None
     if problem.softcap:
         tanh = _tanh_of_half_(scores, scratch)
-        scores = torch.mul(tanh, problem.softcap * _LOG2E, out=scratch.tile("capped", *scores.shape))
+        scores = torch.mul(tanh, problem.softcap * _unit(problem), out=scratch.tile("capped", *scores.shape))
+    else:
+        scores.mul_(problem.scale)
     bias = scores_slice(problem.bias, slice(rows.start, rows.stop), slice(segment.start, segment.stop))
     by_head = _by_head(scores, rows, transposed)
     if bias is not None:
-        by_head += (bias.to(q.dtype) * _LOG2E).expand(1, -1, -1, -1)[0].unflatten(0, _head_dims(bias, rows, q))
+        by_head += (bias[0].to(q.dtype) * _unit(problem)).unflatten(0, _head_dims(bias, rows, q))
     if seen is not None:
         by_head.masked_fill_(~seen[0].unflatten(0, _head_dims(seen, rows, q)), -torch.inf)
     return _Tile(k, v, scores, tanh)
@@ -174,9 +178,19 @@ def _by_head(packed: Tensor, rows: _Rows, transposed: bool) -> Tensor:
     return packed.unflatten(2, (rows.group, rows.stop - rows.start)).permute(0, 2, 3, 1)
 
 
-def _query_scale(problem: Problem) -> float:
-    """What q is multiplied with before the scores: to base 2, or, under a softcap, to the doubled argument of its tanh."""
-    return 2 * problem.scale / problem.softcap if problem.softcap else problem.scale * _LOG2E
+def _unit(problem: Problem) -> float:
+    """What scores are multiplied with: log2(e) where they are ours alone, 1 where PyTorch's kernel computed the forward.
+
+    PyTorch's exp2 is several times faster than its exp, so weights are powers of two. But the weights of a backward must be
+    made from scores of the very same rounding as the lse they are normalised with, or large logits lose digits.
+    """
+    return _LOG2E if problem.softcap else 1.0
+
+
+def _queries(problem: Problem, rows: _Rows, dtype: torch.dtype) -> Tensor:
+    """The packed queries as the scores need them: under a softcap scaled to the doubled argument of its tanh."""
+    q = rows.pack(problem.q[0], dtype)
+    return q * (2 * problem.scale / problem.softcap) if problem.softcap else q
 
 
 def _tanh_of_half_(x: Tensor, scratch: _Scratch) -> Tensor:
@@ -187,66 +201,87 @@ def _tanh_of_half_(x: Tensor, scratch: _Scratch) -> Tensor:
     return x.div_(denominator)
 
 
-def _forward_heads(problem: Problem, out: Tensor, lse: Tensor) -> None:
+def _forward_heads(problem: Problem, out: Tensor, lse: Tensor, scratch: _Scratch) -> None:
     """One batch entry: out ``(Hq, Sq, Dv)``, lse ``(Hq, Sq)``."""
-    dtype = lse_dtype(problem.q.dtype)
-    scratch = _Scratch(dtype)
+    dtype = scratch.dtype
+    unit = _unit(problem)
     for rows in _row_blocks(problem):
-        q = rows.pack(problem.q[0], dtype) * _query_scale(problem)  # [Hk, G·rows, D]
-        highest = torch.full((*q.shape[:2], 1), -torch.inf, dtype=dtype)
-        total = torch.zeros_like(highest)
-        weighted = torch.zeros((*q.shape[:2], problem.v.shape[3]), dtype=dtype)
-        for segment in _key_tiles(problem, rows):
+        q = _queries(problem, rows, dtype)  # [Hk, G·rows, D]
+        state: _Online | None = None
+        for segment in _key_tiles(problem, rows, _FORWARD_KEYS):
             tile = _score_tile(problem, rows, segment, q, scratch)
-            if tile is None:
-                continue
-            new_highest = torch.maximum(highest, tile.scores.amax(-1, keepdim=True))
-            # A row without a key so far has a maximum of -inf: any finite stand-in leaves its weights at zero.
-            reference = new_highest.masked_fill(new_highest == -torch.inf, 0.0)
-            weights = tile.scores.sub_(reference).exp2_()
-            shrink = torch.exp2(highest - reference)
-            total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
-            weighted.mul_(shrink).baddbmm_(weights, tile.v)
-            highest = new_highest
-        empty = total == 0
-        weighted.div_(total.masked_fill(empty, 1.0))
-        out[:, rows.start : rows.stop] = rows.unpack(weighted)
-        row_lse = (highest + torch.log2(total)) / _LOG2E
-        lse[:, rows.start : rows.stop] = rows.unpack(row_lse.masked_fill(empty, -torch.inf))[..., 0]
+            if tile is not None:
+                state = _add_tile(state, tile.scores, tile.v, unit)
+        block = slice(rows.start, rows.stop)
+        if state is None:
+            out[:, block], lse[:, block] = 0.0, -torch.inf
+            continue
+        empty = state.total == 0
+        out[:, block] = rows.unpack(state.weighted.div_(state.total.masked_fill(empty, 1.0)))
+        row_lse = state.highest / unit + torch.log(state.total)
+        lse[:, block] = rows.unpack(row_lse.masked_fill_(empty, -torch.inf))[..., 0]
+
+
+class _Online(NamedTuple):
+    """An online softmax over the keys so far, one per packed row."""
+
+    highest: Tensor  # (Hk, G · rows, 1), -inf for a row without a key
+    total: Tensor  # sum of exp(score - highest)
+    weighted: Tensor  # (Hk, G · rows, Dv): sum of exp(score - highest) v
+
+
+def _exp_(x: Tensor, unit: float) -> Tensor:
+    """exp of scores in that unit, in place."""
+    return (x if unit == _LOG2E else x.mul_(_LOG2E)).exp2_()
+
+
+def _add_tile(state: _Online | None, scores: Tensor, v: Tensor, unit: float) -> _Online:
+    """Let a tile of scores in; the scores are used up."""
+    highest = scores.amax(-1, keepdim=True)
+    if state is not None:
+        torch.maximum(highest, state.highest, out=highest)
+    # A row without a key so far has a maximum of -inf: any finite stand-in leaves its weights at zero.
+    reference = highest.clamp_min(torch.finfo(highest.dtype).min)
+    weights = _exp_(scores.sub_(reference), unit)
+    if state is None:
+        return _Online(highest, weights.sum(-1, keepdim=True), torch.bmm(weights, v))
+    shrink = _exp_(state.highest - reference, unit)
+    state.total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
+    state.weighted.mul_(shrink).baddbmm_(weights, v)
+    return state._replace(highest=highest)
 
 
 def _backward_heads(
     problem: Problem, grad_out: Tensor, delta: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    dbias: Tensor | None,
+    dbias: Tensor | None, scratch: _Scratch,
 ) -> None:  # fmt: skip
     """One batch entry; all arguments without the batch dim, dbias ``(1, Hq or 1, Sq or 1, Sk or 1)``.
 
     Scores are kept transposed, keys × rows: then two of the three matmuls that read them do so along memory.
     """
-    dtype = lse_dtype(problem.q.dtype)
-    scratch = _Scratch(dtype)
+    dtype, unit = scratch.dtype, _unit(problem)
     for rows in _row_blocks(problem):
         q = rows.pack(problem.q[0], dtype)  # [Hk, G·rows, D]
-        scaled_q = (q * _query_scale(problem)).transpose(1, 2)
+        score_q = _queries(problem, rows, dtype).transpose(1, 2)
         q_for_dk = q * problem.scale
         grad = rows.pack(grad_out, dtype).contiguous()  # [Hk, G·rows, Dv]
         row_delta = rows.pack(delta[..., None], dtype).transpose(1, 2)  # [Hk, 1, G·rows]
-        row_lse = (rows.pack(lse[..., None], dtype) * _LOG2E).transpose(1, 2)
+        row_lse = (rows.pack(lse[..., None], dtype) * unit).transpose(1, 2)
         row_dq = torch.zeros_like(q)
-        for segment in _key_tiles(problem, rows):
-            tile = _score_tile(problem, rows, segment, scaled_q, scratch, transposed=True)
+        for segment in _key_tiles(problem, rows, _BACKWARD_KEYS):
+            tile = _score_tile(problem, rows, segment, score_q, scratch, transposed=True)
             if tile is None:
                 continue
             keys = slice(segment.start, segment.stop)
-            probs = tile.scores.sub_(row_lse).exp2_()
+            probs = _exp_(tile.scores.sub_(row_lse), unit)
             dv[:, keys].baddbmm_(probs, grad)
             dscores = scratch.tile("dscores", *probs.shape)
             torch.bmm(tile.v, grad.transpose(1, 2), out=dscores)
             dscores.sub_(row_delta).mul_(probs)
             if dbias is not None:
                 _add_reduced(dbias, _by_head(dscores, rows, transposed=True), rows, keys)
-            if tile.cap_slope is not None:  # d tanh = 1 - tanh²
-                dscores.mul_(torch.square(tile.cap_slope, out=tile.cap_slope).neg_().add_(1.0))
+            if tile.tanh is not None:  # d tanh = 1 - tanh²
+                dscores.mul_(torch.square(tile.tanh, out=tile.tanh).neg_().add_(1.0))
             row_dq.baddbmm_(dscores.transpose(1, 2), tile.k)
             dk[:, keys].baddbmm_(dscores, q_for_dk)
         dq[:, rows.start : rows.stop] = rows.unpack(row_dq.mul_(problem.scale))

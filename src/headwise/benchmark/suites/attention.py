@@ -121,7 +121,9 @@ class HeadCheck:
 
     def _blocks(self, queries: int, keys: int, heads: int) -> list[tuple[slice, slice, Tensor]]:
         low, high = self.visibility.bounds(queries, keys)
-        height = max(16, _PAIRS_HELD // (max(1, int((high - low).max())) * heads))
+        width = max(1, int((high - low).max()))
+        # A block taller than the window is wide would be mostly masked.
+        height = max(16, min(width, _PAIRS_HELD // (width * heads)))
         blocks = []
         for start in range(0, queries, height):
             rows = slice(start, min(start + height, queries))

@@ -67,7 +67,7 @@ def _window(op: str, window: Window) -> tuple[int, int]:
             raise TypeError(f"{op}: window has {side}={value!r}; it needs to be a whole number, or None for no bound")
         if value < -1:
             raise ValueError(f"{op}: window has {side}={value}; it needs to be at least 0, or -1 for no bound")
-        sides.append(value)
+        sides.append(value)  # type: ignore[arg-type]  # a SymInt while torch.compile traces
     return sides[0], sides[1]
 
 
@@ -160,9 +160,10 @@ def saved_results(
         _checks.shape(op, name, x, out_shape, letters[0])
         _checks.same_dtype(op, name, x, "q", q)
         _checks.same_device(op, name, x, "q", q)
-    for name, x in (("lse", lse), ("grad_lse", grad_lse)):
-        if name == "grad_lse" and x is None:
-            continue
+    statistics: list[tuple[str, Any]] = [("lse", lse)]
+    if grad_lse is not None:
+        statistics.append(("grad_lse", grad_lse))
+    for name, x in statistics:
         _checks.floating(op, name, x)
         _checks.shape(op, name, x, lse_shape, letters[1])
         wanted = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -15,8 +15,8 @@ from torch import Tensor
 from headwise import layout
 from headwise.backends import registry
 from headwise.config import settings
-from headwise.ops import _checks, _library
-from headwise.ops.attention import _arguments, _values
+from headwise.ops import _checks, _device_values, _library
+from headwise.ops.attention import _arguments
 from headwise.ops.attention._arguments import Flags, Window
 
 
@@ -135,9 +135,9 @@ def _run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if settings.validate:
         pages = 1 if block_table is None else block_table.shape[1]
-        _values.lengths("attention_decode", "lengths", lengths, k_cache.shape[2] * pages)
+        _device_values.in_range("attention_decode", "lengths", lengths, k_cache.shape[2] * pages + 1)
         if block_table is not None:
-            _values.pages("attention_decode", block_table, lengths, k_cache.shape[2], k_cache.shape[0])
+            _device_values.pages("attention_decode", block_table, lengths, k_cache.shape[2], k_cache.shape[0])
     return registry.launcher(backend, "attention_decode")(
         q, k_cache, v_cache, lengths, block_table, sink, Flags(left, right, scale, softcap, deterministic), num_splits
     )

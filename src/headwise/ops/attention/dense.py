@@ -18,8 +18,8 @@ from torch import Tensor
 from headwise import layout
 from headwise.backends import registry
 from headwise.config import settings
-from headwise.ops import _checks, _library
-from headwise.ops.attention import _arguments, _values
+from headwise.ops import _checks, _device_values, _library
+from headwise.ops.attention import _arguments
 from headwise.ops.attention._arguments import Flags, Window
 
 LETTERS = ("(B, Hq, Sq, D)", "(B, Hk, Sk, D)", "(B, Hk, Sk, Dv)")
@@ -184,8 +184,8 @@ def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, kv_lengths: Tensor | None,
     sink: Tensor | None, left: int, right: int, scale: float, softcap: float, deterministic: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if settings.validate:
-        _values.lengths("attention", "kv_lengths", kv_lengths, k.shape[2])
+    if settings.validate and kv_lengths is not None:
+        _device_values.in_range("attention", "kv_lengths", kv_lengths, k.shape[2] + 1)
     flags = Flags(left, right, scale, softcap, deterministic)
     return registry.launcher(backend, "attention_forward")(q, k, v, mask, bias, kv_lengths, sink, flags)
 
@@ -199,8 +199,8 @@ def _run_backward(
     mask: Tensor | None, bias: Tensor | None, kv_lengths: Tensor | None, sink: Tensor | None, left: int, right: int,
     scale: float, softcap: float, deterministic: bool, need_bias_grad: bool, need_sink_grad: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    if settings.validate:
-        _values.lengths("attention_backward", "kv_lengths", kv_lengths, k.shape[2])
+    if settings.validate and kv_lengths is not None:
+        _device_values.in_range("attention_backward", "kv_lengths", kv_lengths, k.shape[2] + 1)
     flags = Flags(left, right, scale, softcap, deterministic)
     return registry.launcher(backend, "attention_backward")(
         grad_out, grad_lse, q, k, v, out, lse, mask, bias, kv_lengths, sink, flags, need_bias_grad, need_sink_grad

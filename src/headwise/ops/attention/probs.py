@@ -15,8 +15,8 @@ from torch import Tensor
 
 from headwise.backends import registry
 from headwise.config import settings
-from headwise.ops import _checks, _library
-from headwise.ops.attention import _arguments, _values
+from headwise.ops import _checks, _device_values, _library
+from headwise.ops.attention import _arguments
 from headwise.ops.attention._arguments import Flags, Window
 
 
@@ -120,10 +120,10 @@ def _run_forward(
     q: Tensor, k: Tensor, rows: Tensor | None, mask: Tensor | None, bias: Tensor | None, kv_lengths: Tensor | None,
     sink: Tensor | None, left: int, right: int, scale: float, softcap: float, deterministic: bool, backend: str,
 ) -> Tensor:  # fmt: skip
-    if settings.validate:
-        _values.lengths("attention_probs", "kv_lengths", kv_lengths, k.shape[2])
-        if rows is not None:
-            _values.rows("attention_probs", rows, q.shape[2])
+    if settings.validate and kv_lengths is not None:
+        _device_values.in_range("attention_probs", "kv_lengths", kv_lengths, k.shape[2] + 1)
+    if settings.validate and rows is not None:
+        _device_values.rows("attention_probs", rows, q.shape[2])
     flags = Flags(left, right, scale, softcap, deterministic)
     return registry.launcher(backend, "attention_probs")(q, k, rows, mask, bias, kv_lengths, sink, flags)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from headwise import layout
 from headwise.backends import registry
 from headwise.config import settings
-from headwise.ops import _checks, _library
-from headwise.ops.attention import _arguments, _values
+from headwise.ops import _checks, _device_values, _library
+from headwise.ops.attention import _arguments
 from headwise.ops.attention._arguments import Flags, Window
 
 LETTERS = ("(Tq, Hq, D)", "(Tk, Hk, D)", "(Tk, Hk, Dv)")
@@ -167,8 +167,8 @@ def _prepare_backward(
 
 def _validate(op: str, q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> None:
     if settings.validate:
-        _values.packed(op, "cu_seqlens_q", cu_q, q.shape[0], max_q)
-        _values.packed(op, "cu_seqlens_k", cu_k, k.shape[0], max_k)
+        _device_values.packed(op, "cu_seqlens_q", cu_q, q.shape[0], max_q)
+        _device_values.packed(op, "cu_seqlens_k", cu_k, k.shape[0], max_k)
 
 
 def _run_forward(
