@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 
 import direct_attention as direct
 import pytest
 import torch
 from attention_calls import ints, maker, on_every_backend
+from backends_under_test import DEVICE
 from torch import Tensor
 
 import headwise as hw
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 REPEATS = 5
+
+
+@pytest.fixture(autouse=True)
+def several_threads():
+    """A sum that depends on which thread comes first shows only where there are several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -79,6 +91,31 @@ def test_packed_attention_and_its_gradients_repeat(backend, dtype):
         return (out.detach(), *torch.autograd.grad(out, leaves, grad))
 
     assert_repeats(run)
+
+
+FIRST_CALL = """
+import torch, headwise as hw
+torch.set_num_threads(3)
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, h, s, d).to("{device}").requires_grad_() for h, s, d in ((6, 90, 40), (2, 69, 40), (2, 69, 24)))
+grad = torch.randn(1, 6, 90, 24).to("{device}")
+
+def run():
+    out = hw.attention(q, k, v, causal=True, softcap={softcap}, deterministic=True, backend="{backend}")
+    return out, *torch.autograd.grad(out, (q, k, v), grad)
+
+first = run()
+assert all(all(map(torch.equal, run(), first)) for _ in range(3)), "the first call differs from the later ones"
+"""
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0], ids=["", "softcap"])
+@on_every_backend
+def test_first_call_of_a_process_is_like_the_later_ones(backend, softcap):
+    """Threads, compiled kernels and tuned choices come into being in the first call."""
+    script = FIRST_CALL.format(device=DEVICE[backend], backend=backend, softcap=softcap)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @DTYPES

@@ -55,6 +55,11 @@ def laid_out(m: Maker, layout: str, B: int, H: int, S: int, D: int) -> Tensor:
     return m.normal(B, H, S, D)
 
 
+def scattered(x: Tensor) -> Tensor:
+    """The same values in the memory order of the reversed dims: no dim that one would expect is contiguous."""
+    return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
+
+
 def measure(suite: Suite, params: dict[str, Any], backend: str, dtype: torch.dtype, explicit: bool = False) -> None:
     """Fail if the call is outside of its budget, whatever the numbers in its tensors.
 
@@ -124,9 +129,11 @@ def make_dense(m: Maker, *, seed, B, heads, lengths, dims, layouts, mask, bias, 
         **flag_arguments(m, Hq, flags, sink),
     }
     if mask is not None:
-        arguments["mask"] = m.coin(*broadcast_shape(mask, (B, Hq, Sq, Sk)), chance=(0.1, 0.5, 0.95)[seed % 3])
+        chosen = m.coin(*broadcast_shape(mask, (B, Hq, Sq, Sk)), chance=(0.1, 0.5, 0.95)[seed % 3])
+        arguments["mask"] = scattered(chosen) if seed % 2 else chosen
     if bias is not None:
-        arguments["bias"] = m.normal(*broadcast_shape(bias, (B, Hq, Sq, Sk)))
+        chosen = m.normal(*broadcast_shape(bias, (B, Hq, Sq, Sk)))
+        arguments["bias"] = scattered(chosen) if seed % 5 < 2 else chosen
     if kv_lengths is not None:
         arguments["kv_lengths"] = m.tensor(kv_lengths, torch.int32 if seed % 2 else torch.int64)
     return arguments

@@ -10,12 +10,12 @@ import direct_attention as direct
 import pytest
 import torch
 from attention_calls import ints, maker, on_every_backend, ours, theirs
-from backends_under_test import RUNNABLE
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
+from headwise.config import settings
 
 
 class Recorder(TorchDispatchMode):
@@ -247,6 +247,22 @@ def test_bad_call_is_refused_while_compiling(backend):
         step(m.normal(1, 3, 8, 16), m.normal(1, 2, 8, 16), m.normal(1, 2, 8, 16))
 
 
+@on_every_backend
+def test_validate_mode_works_compiled(backend, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(settings, "validate", True)
+    m = maker(backend)
+    step = torch.compile(
+        lambda q, k, v, lengths: hw.attention(q, k, v, kv_lengths=lengths, backend=backend),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    x = [m.normal(2, 2, 8, 16) for _ in range(3)]
+    assert step(*x, ints(backend, 8, 0)).isfinite().all()
+    with pytest.raises(ValueError, match=r"kv_lengths\[1\] is 9"):
+        step(*x, ints(backend, 8, 9))
+
+
 # torch.export
 
 
@@ -341,6 +357,27 @@ def test_values_get_no_gradient_from_the_lse(backend):
     assert grad is None or (grad == 0).all()
 
 
+@pytest.mark.parametrize("form", ["expanded", "transposed", "strided"])
+@on_every_backend
+def test_output_gradients_may_have_any_strides(backend, form):
+    m = maker(backend)
+    x = {n: t.requires_grad_() for n, t in small(backend).items()}
+    grads = {
+        "expanded": (m.normal(1, 4, 1, 1).expand(2, 4, 40, 8), m.normal(1, 1, 1).expand(2, 4, 40)),
+        "transposed": (m.normal(8, 40, 4, 2).permute(3, 2, 1, 0), m.normal(40, 4, 2).permute(2, 1, 0)),
+        "strided": (m.normal(2, 4, 40, 16)[..., ::2], m.normal(2, 4, 80)[..., ::2]),
+    }[form]
+    outputs = hw.attention(**x, return_lse=True, deterministic=True, backend=backend)
+    found = torch.autograd.grad(outputs, list(x.values()), grads, retain_graph=True)
+    expected = torch.autograd.grad(outputs, list(x.values()), [g.contiguous() for g in grads])
+    assert all(map(torch.equal, found, expected))
+    bounds, packed = ints(backend, 0, 40), [t[0].transpose(0, 1)[:40] for t in (x["q"], x["k"], x["v"])]
+    out = hw.attention_varlen(*packed, bounds, bounds, 40, 40, deterministic=True, backend=backend)
+    grad = grads[0][0].transpose(0, 1)
+    found = torch.autograd.grad(out, packed, grad, retain_graph=True)
+    assert all(map(torch.equal, found, torch.autograd.grad(out, packed, grad.contiguous())))
+
+
 @on_every_backend
 def test_gradients_accumulate_and_the_graph_can_be_kept(backend):
     x = {n: t.requires_grad_() for n, t in small(backend).items()}
@@ -415,7 +452,3 @@ def test_lse_is_float32_whatever_the_inputs(backend, dtype):
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     # Not a 16-bit number stored in 32 bits: the bits below are in use.
     assert not torch.equal(lse, lse.to(dtype).float())
-
-
-def test_every_backend_of_this_machine_is_under_test():
-    assert "cpu" in RUNNABLE

@@ -1,6 +1,7 @@
 """Checks of values that live on the device (ids, targets, lengths, tables).
 
-In validate mode alone, because they wait for the device. On the normal path nothing is read back and a kernel marks a bad value with NaN; see `headwise.config`.
+In validate mode alone, because they wait for the device. On the normal path nothing is read back and a kernel marks a
+bad value with NaN; see `headwise.config`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ Keys outside of them are never touched, whatever they hold.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -62,11 +63,23 @@ def visible(start: int, stop: int, segment: Segment, band: Band) -> Tensor | Non
     """bool ``(rows, keys)`` of the segment; None where all of it is visible."""
     if segment.kind == "full":
         return None
-    position = torch.arange(start, stop)[:, None] + band.offset
-    key = torch.arange(segment.start, segment.stop)[None, :]
-    seen = torch.ones((stop - start, segment.stop - segment.start), dtype=torch.bool)
-    if band.left >= 0:
-        seen &= key >= position - band.left
-    if band.right >= 0:
-        seen &= key <= position + band.right
-    return seen
+    return ~hidden(start, stop, segment, band, transposed=False)
+
+
+def hidden(start: int, stop: int, segment: Segment, band: Band, transposed: bool) -> Tensor:
+    """bool ``(rows, keys)``, or ``(keys, rows)`` if transposed: what the rows do not see of the segment."""
+    rows, keys = stop - start, segment.stop - segment.start
+    return _hidden(rows, keys, start + band.offset - segment.start, band.left, band.right, transposed)
+
+
+@lru_cache(maxsize=8)  # along a band the same shape comes again and again
+def _hidden(rows: int, keys: int, first: int, left: int, right: int, transposed: bool) -> Tensor:
+    """Row 0 sits ``first`` keys after key 0."""
+    row, key = torch.arange(rows) + first, torch.arange(keys)
+    row, key = (row[None, :], key[:, None]) if transposed else (row[:, None], key[None, :])
+    gone = torch.zeros((keys, rows) if transposed else (rows, keys), dtype=torch.bool)
+    if left >= 0:
+        gone |= key < row - left
+    if right >= 0:
+        gone |= key > row + right
+    return gone

@@ -1,7 +1,8 @@
 """The choice between the two engines, and what is the same for both.
 
 Forward goes through PyTorch's flash kernel on visible ranges where that covers the problem, through our tiles where it does
-not (softcap). Backward goes through our tiles.
+not (softcap). Backward does too, and leaves to the tiles also gradients of a bias, gradients into the lse, and
+large logits.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise.backends.cpu.attention_flash import flash_forward
+from headwise.backends.cpu.attention_flash import flash_backward, flash_forward
 from headwise.backends.cpu.attention_problem import Problem
 from headwise.backends.cpu.attention_tiled import tiled_backward, tiled_forward
 from headwise.layout import lse_dtype
+
+_LARGE_LSE = 14.0
 
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
@@ -32,7 +35,14 @@ def backward(
     problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, dbias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` in the dtype that sums are kept in; adds into ``dbias`` if given."""
-    return tiled_backward(problem, grad_out, row_delta(grad_out, grad_lse, out), lse, dbias)
+    if problem.softcap or grad_lse is not None or dbias is not None or _has_large_lse(lse):
+        return tiled_backward(problem, grad_out, row_delta(grad_out, grad_lse, out), lse, dbias)
+    return flash_backward(problem, grad_out, out, lse)
+
+
+def _has_large_lse(lse: Tensor) -> bool:
+    """PyTorch's backward loses digits as logits grow: four times the error of plain PyTorch at an lse of 30."""
+    return bool((lse.abs() > _LARGE_LSE).logical_and_(lse != -torch.inf).any())
 
 
 def row_delta(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor) -> Tensor:

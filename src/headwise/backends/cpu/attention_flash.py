@@ -1,9 +1,9 @@
-"""Attention forward through PyTorch's CPU flash kernel, called per block of rows and range of visible keys, merged by lse.
+"""Attention through PyTorch's CPU flash kernel, called per block of rows and range of visible keys, merged by lse.
 
 The kernel knows full and causal attention and an additive mask. It does not know softcap or values wider than keys, and
 has sharp edges that are blunted here: no rows or no keys is a division by zero inside, a fully masked row reports an lse
-of 0, and for 16-bit inputs its lse is only good to five digits, so these are given to it as float32. Its backward is
-not used: no faster than our tiles, up to four times less exact, and ten times slower in float16.
+of 0, and for 16-bit inputs its lse is only good to five digits and its float16 backward is ten times slower, so these
+are given to it as float32. Its backward takes any lse, so the lse of all keys makes the gradients of a range exact.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from headwise.backends.cpu.attention_band import Segment, row_blocks, segments
 from headwise.backends.cpu.attention_problem import (
     Problem,
+    accumulator,
+    finite_lse,
     scores_slice,
     seen_scores,
     without_hidden_keys,
@@ -24,7 +26,8 @@ from headwise.layout import lse_dtype
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-_CAUSAL_ROWS = 2048  # rows per block: large blocks keep the unmasked rectangle one big call
+_kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
 _MASKED_ROWS = 256
 _MASK_ELEMENTS = 1 << 22  # floats of additive mask alive at once
 _SMALLEST_FULL = 256  # a shorter range of fully visible keys is not worth a call of its own
@@ -47,6 +50,32 @@ def flash_forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         else:
             block_out, block_lse = (outs[0], lses[0]) if len(outs) == 1 else merge_attention(outs, lses)
             out[rows], lse[rows] = block_out[..., :width], block_lse
+
+
+def flash_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)`` in the dtype that sums are kept in; lse is that of all keys, sink included."""
+    widths = problem.q.shape[3], problem.k.shape[3], problem.v.shape[3]
+    problem = _same_head_dims(problem)
+    grad_out, out = (_pad_last(x, problem.v.shape[3]) for x in (grad_out, out))
+    lse = finite_lse(lse)
+    dq, dk, dv = (accumulator(x) for x in (problem.q, problem.k, problem.v))
+    for start, stop in row_blocks(problem.q.shape[2], _rows_per_block(problem)):
+        rows = (slice(None), slice(None), slice(start, stop))
+        for segment in _segments(problem, start, stop):
+            inputs = _segment_inputs(problem, start, stop, segment)
+            if inputs is None:
+                continue
+            q, k, v, additive, _ = inputs
+            causal = segment.kind == "diagonal" and additive is None
+            parts = _kernel_backward(
+                grad_out[rows].to(q.dtype), q, k, v, out[rows].to(q.dtype), lse[rows], 0.0, causal,
+                attn_mask=additive, scale=problem.scale,
+            )  # fmt: skip
+            keys = (slice(None), slice(None), slice(segment.start, segment.stop))
+            for total, place, found in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
+                total[place] += found
+    dq, dk, dv = (x[..., :width] for x, width in zip((dq, dk, dv), widths, strict=True))
+    return dq, dk, dv
 
 
 def _forward_segment(problem: Problem, start: int, stop: int, segment: Segment) -> tuple[Tensor, Tensor] | None:
@@ -92,9 +121,9 @@ def _rows_per_block(problem: Problem) -> int:
     if band.left >= 0:
         # A block sees its own rows plus the window; about half the window in rows wastes little on masked scores.
         return min(rows, max(64, min(1024, (band.left + max(band.right, 0) + 1) // 4)))
-    if band.right >= 0:
-        return min(rows, _CAUSAL_ROWS)
-    return rows
+    if band.right > 0 or (band.right == 0 and band.offset < 0):
+        return min(rows, _MASKED_ROWS)
+    return rows  # full, or causal with nothing but a full rectangle and a square with its diagonal
 
 
 def _segments(problem: Problem, start: int, stop: int) -> list[Segment]:

@@ -25,6 +25,13 @@ class Problem(NamedTuple):
     softcap: float  # 0: none
 
 
+def largest_score(problem: Problem) -> float:
+    """A bound on the scaled scores, by Cauchy and Schwarz; infinite where there is NaN."""
+    longest = [torch.linalg.vector_norm(x, dim=-1, dtype=lse_dtype(x.dtype)).amax() for x in (problem.q, problem.k)]
+    bound = float(longest[0] * longest[1]) * problem.scale
+    return bound if bound == bound else float("inf")
+
+
 def scores_slice(x: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
     """The part of a mask or bias that belongs to these scores; broadcast dims stay 1."""
     if x is None:

@@ -1,40 +1,50 @@
 """Attention by tiles of PyTorch matmuls with an online softmax: every flag, both directions.
 
-A tile is 256 rows × 512 keys for each thread, small enough to stay in its cache between the passes; all passes write into
-preallocated scratch. The query heads of a key head are rows of one matmul, so keys are never expanded.
+The unit of work is one key head with all its query heads: G query heads of R rows are one matrix of G·R rows, so keys are
+never expanded. A tile of it, about 256 rows × 1024 keys, stays in a core's cache between the passes, which write into
+preallocated scratch. Threads share the heads, or the rows where heads are few.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.backends.cpu.attention_band import Segment, row_blocks, segments
+from headwise.backends.cpu.attention_band import Segment, hidden, row_blocks, segments
 from headwise.backends.cpu.attention_problem import (
     Problem,
     accumulator,
     finite_lse,
+    largest_score,
     scores_slice,
     seen_scores,
     without_hidden_keys,
 )
+from headwise.backends.cpu.threads import in_threads
 from headwise.layout import lse_dtype
 
 _LOG2E = math.log2(math.e)
 _TILE_ROWS = 256
-_FORWARD_KEYS = 1024
-_BACKWARD_KEYS = 512
+_TILE_KEYS = 1024
+_TANH_ARGUMENT = 60.0  # tanh(x / 2) is 1 from there on, and expm1(x) still finite
 
 
 def tiled_forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill out ``(B, Hq, Sq, Dv)`` and lse ``(B, Hq, Sq)``."""
-    scratch = _Scratch(lse_dtype(problem.q.dtype))
-    for part, b, heads in _head_groups(problem):
-        _forward_heads(part, out[b, heads], lse[b, heads], scratch)
+    groups = list(_head_groups(problem))
+    saturates = _saturates(problem)
+
+    def work(part: int, parts: int) -> None:
+        scratch = _Scratch(lse_dtype(problem.q.dtype), saturates)
+        for group, (b, heads), share in _shares(groups, part, parts):
+            _forward_head(group, out[b, heads], lse[b, heads], scratch, share)
+
+    in_threads(work, most=len(groups) * _count_row_blocks(problem))
 
 
 def tiled_backward(
@@ -45,37 +55,68 @@ def tiled_backward(
     delta  ``rowsum(grad_out · out) - grad_lse``, (B, Hq, Sq)
     lse    of all keys, sink included
     """
-    dq, dk, dv = (accumulator(x) for x in (problem.q, problem.k, problem.v))
     lse = finite_lse(lse)
-    scratch = _Scratch(lse_dtype(problem.q.dtype))
-    group = problem.q.shape[1] // problem.k.shape[1]
-    for part, b, heads in _head_groups(problem):
-        key_heads = slice(heads.start // group, heads.stop // group)
-        _backward_heads(
-            part, grad_out[b, heads], delta[b, heads], lse[b, heads],
-            dq[b, heads], dk[b, key_heads], dv[b, key_heads], _of_heads(dbias, b, heads), scratch,
-        )  # fmt: skip
-    return dq, dk, dv
+    groups = list(_head_groups(problem))
+    # A bias may be shared by heads and rows: its sums are added up by one thread. Keys are shared by the rows of a head:
+    # where there are fewer heads than threads, each thread sums up its own rows, and the sums are added in order.
+    threads = 1 if dbias is not None else min(torch.get_num_threads(), len(groups) * _count_row_blocks(problem))
+    copies = threads if threads > len(groups) else 1
+    dq = accumulator(problem.q)
+    dk, dv = (torch.zeros((copies, *x.shape), dtype=dq.dtype) for x in (problem.k, problem.v))
+    group_size, saturates = problem.q.shape[1] // problem.k.shape[1], _saturates(problem)
+
+    def work(part: int, parts: int) -> None:
+        scratch = _Scratch(dq.dtype, saturates)
+        copy = part if copies > 1 else 0
+        for group, (b, heads), share in _shares(groups, part, parts):
+            key_head = heads.start // group_size
+            _backward_head(
+                group, grad_out[b, heads], delta[b, heads], lse[b, heads],
+                dq[b, heads], dk[copy, b, key_head], dv[copy, b, key_head], _of_heads(dbias, b, heads), scratch, share,
+            )  # fmt: skip
+
+    in_threads(work, most=threads)
+    return dq, dk.sum(0) if copies > 1 else dk[0], dv.sum(0) if copies > 1 else dv[0]
 
 
-def _head_groups(problem: Problem) -> Iterator[tuple[Problem, int, slice]]:
-    """The problem cut into one batch entry and some key heads with all their query heads."""
+def _saturates(problem: Problem) -> bool:
+    return problem.softcap > 0 and largest_score(problem) > _TANH_ARGUMENT * problem.softcap / 2
+
+
+class _Share(NamedTuple):
+    """The row blocks of a head that a thread works on: every ``step``-th from ``first`` on."""
+
+    first: int
+    step: int
+
+
+_Place = tuple[int, slice]  # batch entry, query heads
+
+
+def _shares(groups: list[tuple[Problem, _Place]], part: int, parts: int) -> Iterator[tuple[Problem, _Place, _Share]]:
+    """What thread ``part`` of ``parts`` does: whole heads where there are enough of them, else some rows of each."""
+    if parts > len(groups):
+        yield from ((group, place, _Share(part, parts)) for group, place in groups)
+    else:
+        yield from ((group, place, _Share(0, 1)) for group, place in groups[part::parts])
+
+
+def _head_groups(problem: Problem) -> Iterator[tuple[Problem, _Place]]:
+    """The problem cut into one batch entry and one key head with all its query heads."""
     batch, q_heads, _, _ = problem.q.shape
     k_heads = problem.k.shape[1]
     group = q_heads // k_heads
-    at_once = max(1, torch.get_num_threads() // group)
     for b in range(batch):
-        for first in range(0, k_heads, at_once):
-            key_heads = slice(first, min(first + at_once, k_heads))
-            heads = slice(key_heads.start * group, key_heads.stop * group)
+        for key_head in range(k_heads):
+            heads = slice(key_head * group, (key_head + 1) * group)
             part = problem._replace(
                 q=problem.q[b : b + 1, heads],
-                k=problem.k[b : b + 1, key_heads],
-                v=problem.v[b : b + 1, key_heads],
+                k=problem.k[b : b + 1, key_head : key_head + 1],
+                v=problem.v[b : b + 1, key_head : key_head + 1],
                 mask=_of_heads(problem.mask, b, heads),
                 bias=_of_heads(problem.bias, b, heads),
             )
-            yield part, b, heads
+            yield part, (b, heads)
 
 
 def _of_heads(scores: Tensor | None, b: int, heads: slice) -> Tensor | None:
@@ -86,96 +127,105 @@ def _of_heads(scores: Tensor | None, b: int, heads: slice) -> Tensor | None:
 
 
 class _Rows(NamedTuple):
-    """A block of query rows of the heads at hand, packed: the G query heads of a key head become G · rows rows."""
+    """A block of query rows of G heads, packed into one matrix of G·R rows."""
 
     start: int
     stop: int
     group: int
 
     def pack(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """``(Hq, S, ·)`` -> ``(Hk, G · rows, ·)``, a copy or a view."""
-        block = x[:, self.start : self.stop].to(dtype)
-        return block.unflatten(0, (-1, self.group)).flatten(1, 2)
+        """``(G, S, ·)`` -> ``(G·R, ·)``, a copy or a view."""
+        return x[:, self.start : self.stop].to(dtype).flatten(0, 1)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """``(Hk, G · rows, ·)`` -> ``(Hq, rows, ·)``."""
-        return x.unflatten(1, (self.group, self.stop - self.start)).flatten(0, 1)
+        """``(G·R, ·)`` -> ``(G, R, ·)``."""
+        return x.unflatten(0, (self.group, self.stop - self.start))
 
 
-def _row_blocks(problem: Problem) -> Iterator[_Rows]:
-    group = problem.q.shape[1] // problem.k.shape[1]
-    size = max(16, _TILE_ROWS // group)
-    for start, stop in row_blocks(problem.q.shape[2], size):
-        yield _Rows(start, stop, group)
+def _row_blocks(problem: Problem, share: _Share) -> Iterator[_Rows]:
+    blocks = row_blocks(problem.q.shape[2], _rows_per_block(problem))
+    for start, stop in islice(blocks, share.first, None, share.step):
+        yield _Rows(start, stop, problem.q.shape[1])
 
 
-def _key_tiles(problem: Problem, rows: _Rows, size: int) -> Iterator[Segment]:
+def _rows_per_block(problem: Problem) -> int:
+    return max(16, _TILE_ROWS * problem.k.shape[1] // problem.q.shape[1])
+
+
+def _count_row_blocks(problem: Problem) -> int:
+    return -(-problem.q.shape[2] // _rows_per_block(problem))
+
+
+def _key_tiles(problem: Problem, rows: _Rows) -> Iterator[Segment]:
     for segment in segments(rows.start, rows.stop, problem.k.shape[2], problem.band):
         kind = "full" if segment.kind == "full" else "partial"
-        for low in range(segment.start, segment.stop, size):
-            yield Segment(low, min(low + size, segment.stop), kind)
+        for low in range(segment.start, segment.stop, _TILE_KEYS):
+            yield Segment(low, min(low + _TILE_KEYS, segment.stop), kind)
 
 
 class _Scratch:
-    """Memory for the tiles of one call: every tile of a name is a view into one buffer."""
+    """What one thread works in: every tile of a name is a view into one buffer."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, saturates: bool) -> None:
         self.dtype = dtype
+        self.saturates = saturates  # some score may lie so far beyond the softcap that its tanh needs a clamp
         self.buffers: dict[str, Tensor] = {}
 
-    def tile(self, name: str, *shape: int) -> Tensor:
-        count = math.prod(shape)
+    def tile(self, name: str, rows: int, columns: int) -> Tensor:
         buffer = self.buffers.get(name)
-        if buffer is None or buffer.numel() < count:
-            buffer = self.buffers[name] = torch.empty(count, dtype=self.dtype)
-        return buffer[:count].view(shape)
+        if buffer is None or buffer.numel() < rows * columns:
+            buffer = self.buffers[name] = torch.empty(rows * columns, dtype=self.dtype)
+        return buffer[: rows * columns].view(rows, columns)
 
 
 class _Tile(NamedTuple):
-    k: Tensor  # (Hk, keys, D), hidden keys zeroed
-    v: Tensor  # (Hk, keys, Dv)
-    scores: Tensor  # (Hk, G · rows, keys) or transposed: scaled, capped, biased, masked
+    k: Tensor  # (keys, D), hidden keys zeroed
+    v: Tensor  # (keys, Dv)
+    scores: Tensor  # (G·R, keys), or (keys, G·R) if transposed: scaled, capped, biased, masked
     tanh: Tensor | None  # of the capped scores, for the derivative of the cap
 
 
 def _score_tile(
     problem: Problem, rows: _Rows, segment: Segment, q: Tensor, scratch: _Scratch, transposed: bool = False
 ) -> _Tile | None:
-    """Scores of one tile, in the unit of `_unit`; q comes from `_queries`, transposed if the scores are to be."""
-    seen = seen_scores(problem, rows.start, rows.stop, segment)
-    if seen is not None and problem.mask is not None and not seen.any():
-        return None
-    k, v = (x[:, :, segment.start : segment.stop] for x in (problem.k, problem.v))
-    k, v = (without_hidden_keys(x, seen, problem)[0].to(q.dtype) for x in (k, v))
+    """The scores of one tile, in the unit of `_unit`; q comes from `_queries`. None if a mask hides all of it."""
+    keys = slice(segment.start, segment.stop)
+    k, v = problem.k[0, 0, keys], problem.v[0, 0, keys]
+    seen = None
+    if problem.mask is not None:
+        seen = seen_scores(problem, rows.start, rows.stop, segment)
+        if seen is not None and not seen.any():
+            return None
+        k, v = (without_hidden_keys(x[None, None], seen, problem)[0, 0] for x in (k, v))
+    k, v = k.to(q.dtype), v.to(q.dtype)
     if transposed:
-        scores = torch.bmm(k, q, out=scratch.tile("scores", q.shape[0], k.shape[1], q.shape[2]))
+        scores = torch.mm(k, q.t(), out=scratch.tile("scores", k.shape[0], q.shape[0]))
     else:
-        scores = torch.bmm(q, k.transpose(1, 2), out=scratch.tile("scores", q.shape[0], q.shape[1], k.shape[1]))
+        scores = torch.mm(q, k.t(), out=scratch.tile("scores", q.shape[0], k.shape[0]))
     tanh = None
     if problem.softcap:
-        tanh = _tanh_of_half_(scores, scratch)
-        scores = torch.mul(tanh, problem.softcap * _unit(problem), out=scratch.tile("capped", *scores.shape))
+        if scratch.saturates:
+            scores.clamp_(max=_TANH_ARGUMENT)
+        tanh, scores = _capped(scores, problem.softcap * _unit(problem), scratch, keep_tanh=transposed)
     else:
         scores.mul_(problem.scale)
-    bias = scores_slice(problem.bias, slice(rows.start, rows.stop), slice(segment.start, segment.stop))
-    by_head = _by_head(scores, rows, transposed)
-    if bias is not None:
-        by_head += (bias[0].to(q.dtype) * _unit(problem)).unflatten(0, _head_dims(bias, rows, q))
+    if problem.bias is not None:
+        bias = scores_slice(problem.bias, slice(rows.start, rows.stop), keys)
+        assert bias is not None
+        _by_head(scores, rows, transposed).add_(bias[0].to(q.dtype), alpha=_unit(problem))
     if seen is not None:
-        by_head.masked_fill_(~seen[0].unflatten(0, _head_dims(seen, rows, q)), -torch.inf)
+        _by_head(scores, rows, transposed).masked_fill_(~seen[0], -torch.inf)
+    elif problem.mask is None and segment.kind != "full":
+        # Written along memory: (G, R, keys), or (keys, G, R).
+        shape = (-1, rows.group, rows.stop - rows.start) if transposed else (rows.group, -1, scores.shape[1])
+        where = hidden(rows.start, rows.stop, segment, problem.band, transposed)
+        scores.view(shape).masked_fill_(where[:, None] if transposed else where, -torch.inf)
     return _Tile(k, v, scores, tanh)
 
 
-def _head_dims(scores: Tensor, rows: _Rows, q: Tensor) -> tuple[int, int]:
-    """How the head dim of a mask or bias splits into (key heads, group)."""
-    return (q.shape[0], rows.group) if scores.shape[1] > 1 else (1, 1)
-
-
 def _by_head(packed: Tensor, rows: _Rows, transposed: bool) -> Tensor:
-    """A view ``(Hk, G, rows, keys)`` of packed scores ``(Hk, G · rows, keys)`` or ``(Hk, keys, G · rows)``."""
-    if not transposed:
-        return packed.unflatten(1, (rows.group, rows.stop - rows.start))
-    return packed.unflatten(2, (rows.group, rows.stop - rows.start)).permute(0, 2, 3, 1)
+    """A view ``(G, R, keys)`` of packed scores."""
+    return rows.unpack(packed.t() if transposed else packed)
 
 
 def _unit(problem: Problem) -> float:
@@ -193,22 +243,31 @@ def _queries(problem: Problem, rows: _Rows, dtype: torch.dtype) -> Tensor:
     return q * (2 * problem.scale / problem.softcap) if problem.softcap else q
 
 
-def _tanh_of_half_(x: Tensor, scratch: _Scratch) -> Tensor:
-    """tanh(x / 2), in place: expm1(x) / (expm1(x) + 2). Exact to the last digits near 0, where most logits lie."""
-    x.clamp_(max=60.0)  # beyond, tanh is 1 and expm1 would overflow
+def _capped(x: Tensor, cap: float, scratch: _Scratch, keep_tanh: bool) -> tuple[Tensor | None, Tensor]:
+    """``cap · tanh(x / 2)``, and the tanh itself if it is to be kept; x is used up.
+
+    tanh(x / 2) = expm1(x) / (expm1(x) + 2): exact to the last digits near 0, where most logits lie, in half the time.
+    """
     torch.expm1(x, out=x)
-    denominator = torch.add(x, 2.0, out=scratch.tile("denominator", *x.shape))
-    return x.div_(denominator)
+    other = torch.add(x, 2.0, out=scratch.tile("capped", *x.shape))
+    if not keep_tanh:
+        return None, torch.addcdiv(x.new_zeros(()), x, other, value=cap, out=x)
+    tanh = x.div_(other)
+    return tanh, torch.mul(tanh, cap, out=other)
 
 
-def _forward_heads(problem: Problem, out: Tensor, lse: Tensor, scratch: _Scratch) -> None:
-    """One batch entry: out ``(Hq, Sq, Dv)``, lse ``(Hq, Sq)``."""
-    dtype = scratch.dtype
+def _exp_(x: Tensor, unit: float) -> Tensor:
+    """exp of scores in that unit, in place."""
+    return (x if unit == _LOG2E else x.mul_(_LOG2E)).exp2_()
+
+
+def _forward_head(problem: Problem, out: Tensor, lse: Tensor, scratch: _Scratch, share: _Share) -> None:
+    """One key head: out ``(G, Sq, Dv)``, lse ``(G, Sq)``."""
     unit = _unit(problem)
-    for rows in _row_blocks(problem):
-        q = _queries(problem, rows, dtype)  # [Hk, G·rows, D]
+    for rows in _row_blocks(problem, share):
+        q = _queries(problem, rows, scratch.dtype)
         state: _Online | None = None
-        for segment in _key_tiles(problem, rows, _FORWARD_KEYS):
+        for segment in _key_tiles(problem, rows):
             tile = _score_tile(problem, rows, segment, q, scratch)
             if tile is not None:
                 state = _add_tile(state, tile.scores, tile.v, unit)
@@ -225,14 +284,9 @@ def _forward_heads(problem: Problem, out: Tensor, lse: Tensor, scratch: _Scratch
 class _Online(NamedTuple):
     """An online softmax over the keys so far, one per packed row."""
 
-    highest: Tensor  # (Hk, G · rows, 1), -inf for a row without a key
+    highest: Tensor  # (G·R, 1), -inf for a row without a key; what scores are measured from
     total: Tensor  # sum of exp(score - highest)
-    weighted: Tensor  # (Hk, G · rows, Dv): sum of exp(score - highest) v
-
-
-def _exp_(x: Tensor, unit: float) -> Tensor:
-    """exp of scores in that unit, in place."""
-    return (x if unit == _LOG2E else x.mul_(_LOG2E)).exp2_()
+    weighted: Tensor  # (G·R, Dv): sum of exp(score - highest) v
 
 
 def _add_tile(state: _Online | None, scores: Tensor, v: Tensor, unit: float) -> _Online:
@@ -244,51 +298,44 @@ def _add_tile(state: _Online | None, scores: Tensor, v: Tensor, unit: float) -> 
     reference = highest.clamp_min(torch.finfo(highest.dtype).min)
     weights = _exp_(scores.sub_(reference), unit)
     if state is None:
-        return _Online(highest, weights.sum(-1, keepdim=True), torch.bmm(weights, v))
+        return _Online(highest, weights.sum(-1, keepdim=True), torch.mm(weights, v))
     shrink = _exp_(state.highest - reference, unit)
     state.total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
-    state.weighted.mul_(shrink).baddbmm_(weights, v)
+    state.weighted.mul_(shrink).addmm_(weights, v)
     return state._replace(highest=highest)
 
 
-def _backward_heads(
+def _backward_head(
     problem: Problem, grad_out: Tensor, delta: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    dbias: Tensor | None, scratch: _Scratch,
+    dbias: Tensor | None, scratch: _Scratch, share: _Share,
 ) -> None:  # fmt: skip
-    """One batch entry; all arguments without the batch dim, dbias ``(1, Hq or 1, Sq or 1, Sk or 1)``.
+    """One key head: grad_out and dq ``(G, Sq, ·)``, delta and lse ``(G, Sq)``, dk and dv ``(Sk, ·)``.
 
     Scores are kept transposed, keys × rows: then two of the three matmuls that read them do so along memory.
     """
     dtype, unit = scratch.dtype, _unit(problem)
-    for rows in _row_blocks(problem):
-        q = rows.pack(problem.q[0], dtype)  # [Hk, G·rows, D]
-        score_q = _queries(problem, rows, dtype).transpose(1, 2)
-        q_for_dk = q * problem.scale
-        grad = rows.pack(grad_out, dtype).contiguous()  # [Hk, G·rows, Dv]
-        row_delta = rows.pack(delta[..., None], dtype).transpose(1, 2)  # [Hk, 1, G·rows]
-        row_lse = (rows.pack(lse[..., None], dtype) * unit).transpose(1, 2)
+    for rows in _row_blocks(problem, share):
+        q = rows.pack(problem.q[0], dtype)  # [G·R, D]
+        score_q, q_for_dk = _queries(problem, rows, dtype), q * problem.scale
+        grad = rows.pack(grad_out, dtype).contiguous()  # [G·R, Dv]
+        row_delta = rows.pack(delta, dtype)  # [G·R]
+        row_lse = rows.pack(lse, dtype) * unit
         row_dq = torch.zeros_like(q)
-        for segment in _key_tiles(problem, rows, _BACKWARD_KEYS):
+        for segment in _key_tiles(problem, rows):
             tile = _score_tile(problem, rows, segment, score_q, scratch, transposed=True)
             if tile is None:
                 continue
             keys = slice(segment.start, segment.stop)
-            probs = _exp_(tile.scores.sub_(row_lse), unit)
-            dv[:, keys].baddbmm_(probs, grad)
-            dscores = scratch.tile("dscores", *probs.shape)
-            torch.bmm(tile.v, grad.transpose(1, 2), out=dscores)
+            probs = _exp_(tile.scores.sub_(row_lse), unit)  # [keys, G·R]
+            dv[keys].addmm_(probs, grad)
+            dscores = torch.mm(tile.v, grad.t(), out=scratch.tile("dscores", *probs.shape))
             dscores.sub_(row_delta).mul_(probs)
             if dbias is not None:
-                _add_reduced(dbias, _by_head(dscores, rows, transposed=True), rows, keys)
+                target = scores_slice(dbias, slice(rows.start, rows.stop), keys)
+                assert target is not None
+                target += _by_head(dscores, rows, transposed=True)[None].sum_to_size(target.shape)
             if tile.tanh is not None:  # d tanh = 1 - tanh²
-                dscores.mul_(torch.square(tile.tanh, out=tile.tanh).neg_().add_(1.0))
-            row_dq.baddbmm_(dscores.transpose(1, 2), tile.k)
-            dk[:, keys].baddbmm_(dscores, q_for_dk)
+                dscores.mul_(tile.tanh.square_().neg_().add_(1.0))
+            row_dq.addmm_(dscores.t(), tile.k)
+            dk[keys].addmm_(dscores, q_for_dk)
         dq[:, rows.start : rows.stop] = rows.unpack(row_dq.mul_(problem.scale))
-
-
-def _add_reduced(dbias: Tensor, dscores: Tensor, rows: _Rows, keys: slice) -> None:
-    """Add ``(Hk, G, rows, keys)`` into the bias gradient, summed over the dims that the bias broadcasts."""
-    target = scores_slice(dbias, slice(rows.start, rows.stop), keys)
-    assert target is not None
-    target += dscores.flatten(0, 1)[None].sum_to_size(target.shape)

@@ -9,12 +9,14 @@ until they are done: there are few of them, and their terms cancel.
 from __future__ import annotations
 
 import math
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.backends.cpu.row_blocks import accumulator, row_blocks, scratch_for, working_copy
+from headwise.backends.cpu.row_blocks import BLOCK, accumulator, row_blocks, scratch_for, working_copy
+from headwise.backends.cpu.threads import in_threads
 
 # Where 2u reaches this, tanh(u) is 1 in float64 too, and exp(2u) is still finite.
 _SATURATED = 40.0
@@ -112,47 +114,67 @@ def _sweep(
     that is given."""
     if logits.numel() == 0:
         return
-    copy, work = scratch_for(logits, 2)
     if dlogits is not None and row_grads is not None:
-        dlogits_rows = dlogits.view(-1, logits.shape[-1])
+        dlogits = dlogits.view(-1, logits.shape[-1])
         row_grads = row_grads.masked_fill(targets.outside, torch.nan)
-        at_target = row_grads * (options.label_smoothing - 1)
-    for rows, (block,) in row_blocks(logits):
-        out = None if dlogits is None else dlogits_rows[rows]
-        if targets.some_ignored and targets.ignored[rows].all():
-            if out is not None:
-                out.zero_()
-            continue
-        terms = out if out is not None and out.dtype == work.dtype else work[: block.shape[0]]
-        z = working_copy(block, copy)
-        if options.softcap is not None:
-            z = _tanh(z, options.softcap, out=copy[: block.shape[0]], work=terms)
-        highest, total = stats[0, rows], stats[1, rows]
-        if sums is not None:
-            torch.amax(z, -1, out=highest)
-            if options.label_smoothing:
-                torch.sum(z, -1, out=sums[rows])
-        torch.sub(z, highest.unsqueeze(-1), out=terms).mul_(options.cap * math.log2(math.e)).exp2_()
-        if sums is not None:
-            torch.sum(terms, -1, out=total)
-        if out is None or row_grads is None:
-            continue
-        grads = row_grads[rows]
-        factor = grads / total
-        if options.z_loss:
-            factor *= 1 + 2 * options.z_loss * _log_sum_exp(stats[:, rows], options).to(factor.dtype)
+
+    def work(part: int, parts: int) -> None:
+        copy, terms = scratch_for(logits, 2)
+        for rows, (block,) in islice(row_blocks(logits), part, None, parts):
+            _sweep_block(block, rows, targets, options, stats, sums, row_grads, dlogits, copy, terms)
+
+    in_threads(work, most=-(-logits.numel() // BLOCK))
+
+
+def _sweep_block(
+    block: Tensor,
+    rows: slice,
+    targets: _Targets,
+    options: _Options,
+    stats: Tensor,
+    sums: Tensor | None,
+    row_grads: Tensor | None,
+    dlogits: Tensor | None,
+    copy: Tensor,
+    work: Tensor,
+) -> None:
+    """`_sweep` on some rows; copy and work are scratch of the size of a block."""
+    out = None if dlogits is None else dlogits[rows]
+    if targets.some_ignored and targets.ignored[rows].all():
+        if out is not None:
+            out.zero_()
+        return
+    terms = out if out is not None and out.dtype == work.dtype else work[: block.shape[0]]
+    z = working_copy(block, copy)
+    if options.softcap is not None:
+        z = _tanh(z, options.softcap, out=copy[: block.shape[0]], work=terms)
+    highest, total = stats[0, rows], stats[1, rows]
+    if sums is not None:
+        torch.amax(z, -1, out=highest)
         if options.label_smoothing:
-            everywhere = grads * (-options.label_smoothing / logits.shape[-1])
-            torch.addcmul(everywhere.unsqueeze(-1), terms, factor.unsqueeze(-1), out=terms)
-        else:
-            terms.mul_(factor.unsqueeze(-1))
-        terms.scatter_add_(1, targets.classes[rows].unsqueeze(-1), at_target[rows].unsqueeze(-1))
-        if options.softcap is not None:
-            terms.addcmul_(terms, z.square_(), value=-1)
-        if targets.some_ignored:
-            terms.masked_fill_(targets.ignored[rows].unsqueeze(-1), 0.0)
-        if terms is not out:
-            out.copy_(terms)
+            torch.sum(z, -1, out=sums[rows])
+    torch.sub(z, highest.unsqueeze(-1), out=terms).mul_(options.cap * math.log2(math.e)).exp2_()
+    if sums is not None:
+        torch.sum(terms, -1, out=total)
+    if out is None or row_grads is None:
+        return
+    grads = row_grads[rows]
+    factor = grads / total
+    if options.z_loss:
+        factor *= 1 + 2 * options.z_loss * _log_sum_exp(stats[:, rows], options).to(factor.dtype)
+    if options.label_smoothing:
+        everywhere = grads * (-options.label_smoothing / block.shape[-1])
+        torch.addcmul(everywhere.unsqueeze(-1), terms, factor.unsqueeze(-1), out=terms)
+    else:
+        terms.mul_(factor.unsqueeze(-1))
+    at_target = grads * (options.label_smoothing - 1)
+    terms.scatter_add_(1, targets.classes[rows].unsqueeze(-1), at_target.unsqueeze(-1))
+    if options.softcap is not None:
+        terms.addcmul_(terms, z.square_(), value=-1)
+    if targets.some_ignored:
+        terms.masked_fill_(targets.ignored[rows].unsqueeze(-1), 0.0)
+    if terms is not out:
+        out.copy_(terms)
 
 
 def _tanh(x: Tensor, softcap: float, out: Tensor, work: Tensor) -> Tensor:
