@@ -469,20 +469,20 @@ def pages(*rows: tuple[int, ...]) -> Callable[[Inputs], dict[str, Any]]:
 BAD_VALUES = [
     *rows(
         "attention",
-        ("kv_lengths too long", with_values("kv_lengths", 7, 8), V, ("kv_lengths", r"\[1\]", "8", r"\[0, ")),
+        ("kv_lengths too long", with_values("kv_lengths", 7, 8), V, ("kv_lengths", r"\[1\]", "8", "0 to 7")),
         ("kv_lengths negative", with_values("kv_lengths", -1, 7), V, ("kv_lengths", r"\[0\]", "-1")),
     ),
     *rows(
         "attention_backward",
-        ("kv_lengths too long", with_values("kv_lengths", 8, 7), V, ("kv_lengths", r"\[0\]", "8", r"\[0, ")),
+        ("kv_lengths too long", with_values("kv_lengths", 8, 7), V, ("kv_lengths", r"\[0\]", "8", "0 to 7")),
     ),
     *rows(
         "attention_probs",
-        ("kv_lengths too long", with_values("kv_lengths", 3, 99), V, ("kv_lengths", r"\[1\]", "99", r"\[0, ")),
+        ("kv_lengths too long", with_values("kv_lengths", 3, 99), V, ("kv_lengths", r"\[1\]", "99", "0 to 7")),
     ),
     *rows(
         "attention_decode",
-        ("lengths too long", with_values("lengths", 0, 8), V, ("lengths", r"\[1\]", "8", r"\[0, ")),
+        ("lengths too long", with_values("lengths", 0, 8), V, ("lengths", r"\[1\]", "8", "0 to 7")),
         ("lengths negative", with_values("lengths", 2, -3), V, ("lengths", r"\[1\]", "-3")),
         ("page past the end", pages((0, 9), (1, 2)), V, ("block_table", "9")),
         ("page negative", pages((0, 1), (-1, 2)), V, ("block_table", "1", "-1")),

@@ -23,7 +23,7 @@ def in_range(op: str, name: str, values: Tensor, high: int, allowed: int | None 
     index = tuple(where[0].tolist())
     exception = "" if allowed is None else f" or {allowed}"
     position = f"[{', '.join(map(str, index))}]" if index else ""
-    raise ValueError(f"{op}: {name}{position} is {int(values[index])}; it needs to be in [0, {high}){exception}")
+    raise ValueError(f"{op}: {name}{position} is {int(values[index])}; it needs to be from 0 to {high - 1}{exception}")
 
 
 def packed(op: str, name: str, cu_seqlens: Tensor, total: int, longest: int) -> None:

@@ -56,8 +56,13 @@ def attention_backward(
     dsink = None
     if need_sink_grad and sink is not None:
         dsink = engine.sink_gradient(sink, grad_out, grad_lse, out, lse)
-    nothing = q.new_empty(0)
-    return dq, dk, dv, nothing if dbias is None else dbias.to(_dtype(bias, q)), nothing if dsink is None else dsink
+    return (
+        dq,
+        dk,
+        dv,
+        q.new_empty(0) if dbias is None else dbias.to(_dtype(bias, q)),
+        q.new_empty(0) if dsink is None else dsink,
+    )
 
 
 def attention_varlen_forward(

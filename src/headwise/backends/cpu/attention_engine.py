@@ -35,6 +35,11 @@ def backward(
     problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, dbias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` in the dtype that sums are kept in; adds into ``dbias`` if given."""
+    empty = (lse == -torch.inf)[..., None]
+    if empty.any():  # such a query may hold anything, and so may its gradient: zero times NaN would reach the keys
+        grad_out, out, q = (torch.where(empty, 0.0, x) for x in (grad_out, out, problem.q))
+        grad_lse = None if grad_lse is None else torch.where(empty[..., 0], 0.0, grad_lse)
+        problem = problem._replace(q=q)
     if problem.softcap or grad_lse is not None or dbias is not None or _has_large_lse(lse):
         return tiled_backward(problem, grad_out, row_delta(grad_out, grad_lse, out), lse, dbias)
     return flash_backward(problem, grad_out, out, lse)
@@ -64,5 +69,6 @@ def join_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> None:
 
 def sink_gradient(sink: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
     """The sink takes its share of the denominator and gives no value, so only ``-delta`` reaches it: ``(Hq,)``."""
-    share = torch.exp(sink.to(lse.dtype)[None, :, None] - lse).masked_fill(lse == -torch.inf, 0.0)
-    return -(share * row_delta(grad_out, grad_lse, out)).sum((0, 2)).to(sink.dtype)
+    share = torch.exp(sink.to(lse.dtype)[None, :, None] - lse)
+    reached = torch.where(lse == -torch.inf, 0.0, share * row_delta(grad_out, grad_lse, out))
+    return -reached.sum((0, 2)).to(sink.dtype)

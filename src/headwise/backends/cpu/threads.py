@@ -23,14 +23,14 @@ def in_threads(work: Callable[[int, int], None], most: int) -> None:
             work(0, 1)
         return
 
-    def quietly(part: int) -> None:
-        with torch.no_grad():  # a new thread starts with gradients on
+    def on_one_core(part: int) -> None:
+        torch.set_num_threads(1)  # each thread has a number of its own, and a new one starts with that of the machine
+        with torch.no_grad():  # and with gradients on
             work(part, parts)
 
-    # A thread takes the number that is set when it first computes; the matmul library has one number for all threads.
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the matmul library has one number for all threads
     try:
         with ThreadPoolExecutor(parts, thread_name_prefix="headwise") as pool:
-            list(pool.map(quietly, range(parts)))
+            list(pool.map(on_one_core, range(parts)))
     finally:
         torch.set_num_threads(before)

@@ -117,9 +117,7 @@ def broadcastable(
             "a float mask that is added belongs in bias"
         )
     if not boolean and x.dtype not in (q.dtype, torch.float32):
-        raise TypeError(
-            f"{op}: {name} has dtype {_checks.short(x.dtype)}; it needs {_checks.short(q.dtype)} or float32"
-        )
+        raise TypeError(f"{op}: {name} has dtype {_checks.short(x.dtype)}; it needs {_own_or_float32(q)}")
     _checks.same_device(op, name, x, "q", q)
     fits = x.dim() <= 4 and all(
         size == 1 or size == full for size, full in zip(reversed(x.shape), reversed(wanted), strict=False)
@@ -132,14 +130,16 @@ def broadcastable(
     return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape)) if x.dim() < 4 else x
 
 
+def _own_or_float32(q: Tensor) -> str:
+    return "float32" if q.dtype == torch.float32 else f"{_checks.short(q.dtype)} (that of q) or float32"
+
+
 def per_head(op: str, sink: Any, q: Tensor, heads: int) -> None:
     if sink is None:
         return
     _checks.tensor(op, "sink", sink)
     if sink.dtype not in (q.dtype, torch.float32):
-        raise TypeError(
-            f"{op}: sink has dtype {_checks.short(sink.dtype)}; it needs {_checks.short(q.dtype)} or float32"
-        )
+        raise TypeError(f"{op}: sink has dtype {_checks.short(sink.dtype)}; it needs {_own_or_float32(q)}")
     _checks.shape(op, "sink", sink, (heads,), "(Hq,)")
     _checks.same_device(op, "sink", sink, "q", q)
 
