@@ -13,7 +13,8 @@ from headwise import testing
 from headwise.cases import SUITES
 
 CASES = [(suite, case) for suite in SUITES.values() for case in suite.cases]
-MODES = ("eager", "compiled", "explicit")
+# shorter: no gradient arrives at the side outputs. threads: three of them, where `make test` gives a worker one.
+MODES = ("eager", "shorter", "compiled", "explicit", "threads")
 
 
 def _parameters():
@@ -22,6 +23,10 @@ def _parameters():
             for dtype in suite.dtypes:
                 for mode in MODES:
                     if mode == "explicit" and suite.explicit is None:
+                        continue
+                    if mode == "shorter" and not suite.side_outputs:
+                        continue
+                    if mode == "threads" and (backend != "cpu" or dtype != torch.float32):
                         continue
                     if mode != "eager" and dtype == torch.float16:
                         continue  # float16 and bfloat16 differ in kernels, not in how PyTorch sees the op
@@ -34,15 +39,21 @@ def _parameters():
 @pytest.mark.parametrize(("backend", "suite", "case", "dtype", "mode"), list(_parameters()))
 def test_case_is_within_budget(backend, suite, case, dtype, mode):
     torch._dynamo.reset()
-    results = testing.measure(
-        suite,
-        case,
-        dtype=dtype,
-        device=DEVICE[backend],
-        backend=backend,
-        compiled=mode == "compiled",
-        explicit=mode == "explicit",
-    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(3 if mode == "threads" else before)
+    try:
+        results = testing.measure(
+            suite,
+            case,
+            dtype=dtype,
+            device=DEVICE[backend],
+            backend=backend,
+            compiled=mode == "compiled",
+            explicit=mode == "explicit",
+            without_gradient=suite.side_outputs if mode in ("shorter", "threads") else (),
+        )
+    finally:
+        torch.set_num_threads(before)
     assert results
     failures = [str(r) for r in results if not r.ok]
     assert not failures, "\n".join(failures)

@@ -7,9 +7,11 @@ from headwise.ops.attention import (
     attention_backward,
     attention_decode,
     attention_probs,
+    attention_probs_backward,
     attention_varlen,
     attention_varlen_backward,
     merge_attention,
+    merge_attention_backward,
 )
 from headwise.ops.cross_entropy import cross_entropy, cross_entropy_forward_backward
 from headwise.ops.embedding import embedding, embedding_backward
@@ -24,6 +26,7 @@ __all__ = [
     "attention_backward",
     "attention_decode",
     "attention_probs",
+    "attention_probs_backward",
     "attention_varlen",
     "attention_varlen_backward",
     "cross_entropy",
@@ -32,6 +35,7 @@ __all__ = [
     "embedding_backward",
     "explain",
     "merge_attention",
+    "merge_attention_backward",
     "rms_norm",
     "rms_norm_backward",
     "softmax",

@@ -3,6 +3,7 @@
 ======================  ==========================================================================
 ``HEADWISE_BACKEND``    the backend every call uses unless it names one itself (``cpu``, ``triton``, …)
 ``HEADWISE_VALIDATE``   ``1``: read ids, targets, lengths and tables back and raise on the first bad value
+``TRITON_INTERPRET``    ``1``: Triton's own: kernels run in its interpreter, on CPU tensors, without a GPU
 ======================  ==========================================================================
 """
 
@@ -16,13 +17,19 @@ from dataclasses import dataclass
 class Settings:
     backend: str | None = None
     validate: bool = False
+    triton_interpret: bool = False
 
     @staticmethod
     def from_environment() -> Settings:
         return Settings(
             backend=os.environ.get("HEADWISE_BACKEND") or None,
-            validate=os.environ.get("HEADWISE_VALIDATE", "") not in ("", "0"),
+            validate=_is_on("HEADWISE_VALIDATE"),
+            triton_interpret=_is_on("TRITON_INTERPRET"),
         )
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "") not in ("", "0")
 
 
 # Read once: a call must not pay for a look into the environment. Tests set the fields.

@@ -40,7 +40,8 @@ class Backend(NamedTuple):
 
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("triton", ("cuda",), ("cuda",), triton),
+    # Its interpreter runs the kernels on CPU tensors, slowly, for tests without a GPU.
+    Backend("triton", ("cuda",), ("cpu",) if settings.triton_interpret else ("cuda",), triton),
     Backend("webgpu", (), ("cpu",), webgpu),
     Backend("cpu", ("cpu",), ("cpu",), cpu),
 )

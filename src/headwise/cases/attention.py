@@ -141,4 +141,5 @@ SUITE = Suite(
     reference=reference,
     explicit=explicit,
     differentiable=("q", "k", "v", "bias", "sink"),
+    side_outputs=("lse",),
 )  # fmt: skip

@@ -87,4 +87,5 @@ SUITE = Suite(
     run=run,
     reference=reference,
     differentiable=("q", "k_cache", "v_cache", "sink"),
+    side_outputs=("lse",),
 )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 import headwise as hw
 from headwise.cases import attention
 from headwise.reference import attention as reference_attention
@@ -24,6 +26,19 @@ def run(arguments: Arguments, backend: str | None = None) -> Outputs:
 
 def reference(arguments: Arguments) -> Outputs:
     return {"probs": reference_attention.attention_probs(**arguments)}
+
+
+def explicit(arguments: Arguments, outputs: Outputs, grads: dict[str, Tensor], backend: str | None) -> Outputs:
+    extra = [name for name in ("bias", "sink") if name in arguments]
+    found = hw.attention_probs_backward(
+        grads["probs"],
+        outputs["probs"],
+        need_bias_grad="bias" in extra,
+        need_sink_grad="sink" in extra,
+        backend=backend,
+        **arguments,
+    )
+    return dict(zip(("q", "k", *extra), found, strict=True))
 
 
 SUITE = Suite(
@@ -50,5 +65,6 @@ SUITE = Suite(
     make=make,
     run=run,
     reference=reference,
+    explicit=explicit,
     differentiable=("q", "k", "bias", "sink"),
 )  # fmt: skip

@@ -91,4 +91,5 @@ SUITE = Suite(
     reference=reference,
     explicit=explicit,
     differentiable=("q", "k", "v", "sink"),
+    side_outputs=("lse",),
 )

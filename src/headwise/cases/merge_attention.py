@@ -38,6 +38,14 @@ def reference(arguments: Arguments) -> Outputs:
     return {"out": out, "lse": lse.transpose(0, 1) if packed else lse}
 
 
+def explicit(arguments: Arguments, outputs: Outputs, grads: dict[str, Tensor], backend: str | None) -> Outputs:
+    found = hw.merge_attention_backward(
+        grads["out"], grads["lse"], out=outputs["out"], lse=outputs["lse"], backend=backend, **arguments
+    )
+    names = [f"{kind}[{i}]" for kind in ("outs", "lses") for i in range(len(arguments["outs"]))]
+    return dict(zip(names, [*found[0], *found[1]], strict=True))
+
+
 SUITE = Suite(
     op="merge_attention",
     cases=(
@@ -53,5 +61,7 @@ SUITE = Suite(
     make=make,
     run=run,
     reference=reference,
+    explicit=explicit,
     differentiable=("outs", "lses"),
+    side_outputs=("lse",),
 )

@@ -44,7 +44,7 @@ def packed(op: str, name: str, cu_seqlens: Tensor, total: int, longest: int) -> 
 
 def pages(op: str, block_table: Tensor, lengths: Tensor, page_size: int, pages: int) -> None:
     """Every entry that a sequence's length makes it read names a page that exists."""
-    needed = (lengths.long() + page_size - 1) // page_size
+    needed = (lengths.long() + page_size - 1) // max(page_size, 1)
     used = torch.arange(block_table.shape[1], device=block_table.device)[None, :] < needed[:, None]
     bad = used & ((block_table < 0) | (block_table >= pages))
     if bad.any():

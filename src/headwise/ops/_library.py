@@ -11,8 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _library = torch.library.Library("headwise", "DEF")
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 
 Save = Callable[[Any, tuple[Any, ...], Any], None]
 Backward = Callable[..., tuple[Any, ...]]
@@ -39,6 +43,8 @@ def define(
     function = _autograd_function(name, op, save, backward)
 
     def with_autograd(*args: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(_has_tangent(a) for a in args):
+            raise NotImplementedError(f"headwise: forward-mode gradients are not supported (through {name})")
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return function.apply(*args)
         with torch._C._AutoDispatchBelowAutograd():
@@ -66,11 +72,20 @@ def define_with_lists(
 
 
 def _define_kernels(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    def without_autocast(*args: Any) -> Any:
+        # The dtype of a call is that of its tensors: inside, autocast would turn float32 sums into bfloat16 ones.
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return run(*args)
+
     _library.define(f"{name}{schema}")
-    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, without_autocast, "CompositeExplicitAutograd")
     torch.library.register_fake(f"headwise::{name}", fake, lib=_library)
     op: Callable[..., Any] = getattr(torch.ops.headwise, name).default
     return op
+
+
+def _has_tangent(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _no_second_order(name: str) -> Backward:

@@ -150,7 +150,8 @@ def _validate(logits: Tensor, targets: Tensor, ignore_index: int) -> None:
 
 
 def _counted(targets: Tensor, ignore_index: int) -> Tensor:
-    return (targets != ignore_index).sum().clamp(min=1)
+    # In int64: an ignore_index beyond the targets' own dtype must not wrap around to one of them.
+    return (targets.long() != ignore_index).sum().clamp(min=1)
 
 
 def _reduce(row_losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:

@@ -48,11 +48,13 @@ def attention_backward(
     if need_bias_grad and bias is not None:
         dbias = torch.zeros(bias.shape, dtype=layout.lse_dtype(q.dtype))
     dq, dk, dv = (layout.empty_like_heads(x, x.shape[3]).zero_() for x in (q, k, v))
-    grad_out = _contiguous_last(grad_out)
+    grad_out, out = _contiguous_last(grad_out), _contiguous_last(out)
     pieces = _dense_pieces(q, k, v, mask, bias, kv_lengths, flags)
     _backward_pieces(pieces, grad_out, grad_lse, out, lse, dbias, dq, dk, dv)
     for b in _bad_lengths(kv_lengths, k.shape[2]):
         dq[b], dk[b], dv[b] = torch.nan, torch.nan, torch.nan
+        if dbias is not None:
+            dbias[b if dbias.shape[0] > 1 else 0] = torch.nan
     dsink = None
     if need_sink_grad and sink is not None:
         dsink = engine.sink_gradient(sink, grad_out, grad_lse, out, lse)
@@ -74,10 +76,12 @@ def attention_varlen_forward(
     starts = _packed_offsets(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if starts is None:
         return out.fill_(torch.nan), lse.fill_(torch.nan)
-    out[starts[0][-1] :], lse[:, starts[0][-1] :] = 0.0, -torch.inf
+    trailing = slice(starts[0][-1], None)
+    lse[:, trailing] = -torch.inf
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     pieces = _packed_pieces(q, k, v, *starts, flags)
     _forward_pieces(pieces, out.transpose(0, 1)[None], lse[None], sink)
+    out[trailing] = 0.0
     return out, lse
 
 
@@ -90,7 +94,7 @@ def attention_varlen_backward(
     well_formed = starts is not None
     dq, dk, dv = (torch.full(x.shape, 0.0 if well_formed else torch.nan, dtype=x.dtype) for x in (q, k, v))
     dsink = q.new_empty(0)
-    grad_out = _contiguous_last(grad_out).transpose(0, 1)[None]
+    grad_out, out = _contiguous_last(grad_out).transpose(0, 1)[None], _contiguous_last(out)
     q, k, v, out, dense_dq, dense_dk, dense_dv = (x.transpose(0, 1)[None] for x in (q, k, v, out, dq, dk, dv))
     lse, grad_lse = lse[None], None if grad_lse is None else grad_lse[None]
     if starts is not None:
@@ -131,9 +135,13 @@ def _packed_pieces(
 
 
 def _forward_pieces(pieces: Iterator[_Piece], out: Tensor, lse: Tensor, sink: Tensor | None) -> None:
+    # The sink shrinks the output: before it is rounded to 16 bits, not after.
+    exact = out if sink is None else torch.empty_like(out, dtype=lse.dtype)
     for piece in pieces:
-        engine.forward(piece.problem, *(x[piece.batch, :, piece.rows] for x in (out, lse)))
-    engine.join_sink(out, lse, sink)
+        engine.forward(piece.problem, *(x[piece.batch, :, piece.rows] for x in (exact, lse)))
+    if sink is not None:
+        engine.join_sink(exact, lse, sink)
+        out.copy_(exact)
 
 
 def _backward_pieces(
@@ -158,7 +166,7 @@ def _backward_pieces(
 
 
 def _contiguous_last(x: Tensor) -> Tensor:
-    """A gradient may arrive with any strides (that of a sum has only zeros)."""
+    """Gradients and saved results may come with any strides (the gradient of a sum has only zeros)."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -49,7 +49,7 @@ def segments(start: int, stop: int, keys: int, band: Band, smallest_full: int = 
         full_high = first
     if full_low < full_high and (full_low, full_high) == (low, high):
         return [Segment(low, high, "full")]
-    if full_high - full_low < smallest_full and not (square and low == first):
+    if full_high - full_low < smallest_full and not (square and low == full_low):
         return [Segment(low, high, "partial")]
     pieces = [
         Segment(low, min(full_low, high), "partial"),

@@ -31,20 +31,21 @@ from headwise.layout import lse_dtype
 _LOG2E = math.log2(math.e)
 _TILE_ROWS = 256
 _TILE_KEYS = 1024
+_TASKS = 8  # where there are fewer heads, their rows are shared
+_SCORES_PER_THREAD = 1 << 17  # about a millisecond
 _TANH_ARGUMENT = 60.0  # tanh(x / 2) is 1 from there on, and expm1(x) still finite
 
 
 def tiled_forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill out ``(B, Hq, Sq, Dv)`` and lse ``(B, Hq, Sq)``."""
-    groups = list(_head_groups(problem))
-    saturates = _saturates(problem)
+    tasks, saturates = _tasks(problem), _saturates(problem)
 
     def work(part: int, parts: int) -> None:
         scratch = _Scratch(lse_dtype(problem.q.dtype), saturates)
-        for group, (b, heads), share in _shares(groups, part, parts):
+        for group, (b, heads), share in tasks[part::parts]:
             _forward_head(group, out[b, heads], lse[b, heads], scratch, share)
 
-    in_threads(work, most=len(groups) * _count_row_blocks(problem))
+    in_threads(work, most=_worthwhile(problem, len(tasks)))
 
 
 def tiled_backward(
@@ -56,27 +57,28 @@ def tiled_backward(
     lse    of all keys, sink included
     """
     lse = finite_lse(lse)
-    groups = list(_head_groups(problem))
-    # A bias may be shared by heads and rows: its sums are added up by one thread. Keys are shared by the rows of a head:
-    # where there are fewer heads than threads, each thread sums up its own rows, and the sums are added in order.
-    threads = 1 if dbias is not None else min(torch.get_num_threads(), len(groups) * _count_row_blocks(problem))
-    copies = threads if threads > len(groups) else 1
+    tasks, saturates = _tasks(problem), _saturates(problem)
     dq = accumulator(problem.q)
-    dk, dv = (torch.zeros((copies, *x.shape), dtype=dq.dtype) for x in (problem.k, problem.v))
-    group_size, saturates = problem.q.shape[1] // problem.k.shape[1], _saturates(problem)
+    # The rows of a head share its keys: each of the tasks of a head has sums of its own, which are added in order.
+    dk, dv = (torch.zeros((_tasks_per_head(problem), *x.shape), dtype=dq.dtype) for x in (problem.k, problem.v))
+    group_size = problem.q.shape[1] // problem.k.shape[1]
 
     def work(part: int, parts: int) -> None:
         scratch = _Scratch(dq.dtype, saturates)
-        copy = part if copies > 1 else 0
-        for group, (b, heads), share in _shares(groups, part, parts):
-            key_head = heads.start // group_size
+        for group, (b, heads), share in tasks[part::parts]:
+            keys = (share.first, b, heads.start // group_size)
             _backward_head(
                 group, grad_out[b, heads], delta[b, heads], lse[b, heads],
-                dq[b, heads], dk[copy, b, key_head], dv[copy, b, key_head], _of_heads(dbias, b, heads), scratch, share,
+                dq[b, heads], dk[keys], dv[keys], _of_heads(dbias, b, heads), scratch, share,
             )  # fmt: skip
 
-    in_threads(work, most=threads)
-    return dq, dk.sum(0) if copies > 1 else dk[0], dv.sum(0) if copies > 1 else dv[0]
+    # A bias may be shared by heads and rows: its sums are added up by one thread.
+    in_threads(work, most=1 if dbias is not None else _worthwhile(problem, len(tasks)))
+    return dq, _sum_of_tasks(dk), _sum_of_tasks(dv)
+
+
+def _sum_of_tasks(x: Tensor) -> Tensor:
+    return x[0] if x.shape[0] == 1 else x.sum(0)
 
 
 def _saturates(problem: Problem) -> bool:
@@ -84,21 +86,31 @@ def _saturates(problem: Problem) -> bool:
 
 
 class _Share(NamedTuple):
-    """The row blocks of a head that a thread works on: every ``step``-th from ``first`` on."""
+    """The row blocks of a head that a task works on: every ``step``-th from ``first`` on."""
 
     first: int
     step: int
 
 
 _Place = tuple[int, slice]  # batch entry, query heads
+_Task = tuple[Problem, _Place, _Share]
 
 
-def _shares(groups: list[tuple[Problem, _Place]], part: int, parts: int) -> Iterator[tuple[Problem, _Place, _Share]]:
-    """What thread ``part`` of ``parts`` does: whole heads where there are enough of them, else some rows of each."""
-    if parts > len(groups):
-        yield from ((group, place, _Share(part, parts)) for group, place in groups)
-    else:
-        yield from ((group, place, _Share(0, 1)) for group, place in groups[part::parts])
+def _tasks(problem: Problem) -> list[_Task]:
+    """What can be done at once: heads, or some of the rows of a head where heads are few."""
+    count = _tasks_per_head(problem)
+    return [(group, place, _Share(i, count)) for group, place in _head_groups(problem) for i in range(count)]
+
+
+def _tasks_per_head(problem: Problem) -> int:
+    heads = max(1, problem.q.shape[0] * problem.k.shape[1])
+    return max(1, min(_TASKS // heads, _count_row_blocks(problem)))
+
+
+def _worthwhile(problem: Problem, tasks: int) -> int:
+    """How many threads there is work for."""
+    batch, heads, rows, _ = problem.q.shape
+    return min(tasks, max(1, batch * heads * rows * problem.k.shape[2] // _SCORES_PER_THREAD))
 
 
 def _head_groups(problem: Problem) -> Iterator[tuple[Problem, _Place]]:

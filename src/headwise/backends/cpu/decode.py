@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from headwise.ops.attention._arguments import Flags
 
 
+# Where keys have to be converted for the kernel (16 bits, D ≠ Dv), as many at once.
+_KEYS_AT_ONCE = 8192
+
+
 def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, block_table: Tensor | None, sink: Tensor | None,
     flags: Flags, num_splits: int,
@@ -65,7 +69,7 @@ def _decode_one(
         q = q.reshape(1, k.shape[1], -1, q.shape[3])
         band = Band(-1, -1, 0)
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
-    size = -(-k.shape[2] // max(1, num_splits)) or 1
+    size = -(-k.shape[2] // num_splits) or 1 if num_splits else _KEYS_AT_ONCE
     for start in range(0, max(k.shape[2], 1), size):
         keys = slice(start, start + size)
         part_band = band._replace(offset=band.offset - start)

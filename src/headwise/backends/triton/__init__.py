@@ -7,21 +7,32 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headwise.config import settings
+
 if TYPE_CHECKING:
     from headwise.backends.registry import Call
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # launcher -> module of this folder
-LAUNCHERS: dict[str, str] = {}
+LAUNCHERS = {
+    "cross_entropy_forward": "cross_entropy",
+    "cross_entropy_backward": "cross_entropy",
+    "cross_entropy_forward_backward": "cross_entropy",
+    "embedding_forward": "embedding",
+    "embedding_backward": "embedding",
+    "rms_norm_forward": "rms_norm",
+    "rms_norm_backward": "rms_norm",
+    "softmax_forward": "softmax",
+    "softmax_backward": "softmax",
+    "transpose_forward": "transpose",
+}
 
 
 def unavailable() -> str | None:
-    if not LAUNCHERS:
-        return "no Triton kernel is part of this version"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed: pip install 'headwise[triton]'"
-    if not torch.cuda.is_available():
+    if not settings.triton_interpret and not torch.cuda.is_available():
         return "PyTorch sees no CUDA or ROCm GPU"
     return None
 

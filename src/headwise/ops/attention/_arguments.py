@@ -172,6 +172,14 @@ def saved_results(
         _checks.same_device(op, name, x, "q", q)
 
 
+def needed_gradients(op: str, bias_grad: Any, bias: Any, sink_grad: Any, sink: Any) -> None:
+    """A gradient that an explicit backward is asked for needs the argument it belongs to."""
+    for of, needed, x in (("bias", bias_grad, bias), ("sink", sink_grad, sink)):
+        _checks.boolean(op, f"need_{of}_grad", needed)
+        if needed and x is None:
+            raise ValueError(f"{op}: need_{of}_grad is True and {of} is None; it needs the {of} of the forward call")
+
+
 def features(flags: Flags, **present: Any) -> tuple[str, ...]:
     """The names of what a call uses beyond plain full attention."""
     names = [name for name, value in present.items() if value is not None and value is not False]

@@ -168,7 +168,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
         grad_out, grad_lse, q, k, v, out, lse, None, None, lengths, sink, *ctx.flags, False, need_sink, ctx.backend
     )
     if block_table is not None:
-        dk, dv = (_scatter_pages(d, block_table, k_cache.shape[0], ctx.backend) for d in (dk, dv))
+        dk, dv = (_scatter_pages(d, block_table, k_cache.shape[0], k_cache.shape[2], ctx.backend) for d in (dk, dv))
     return dq, dk, dv, None, None, dsink if need_sink else None, *nothing[6:]
 
 
@@ -182,12 +182,12 @@ def _gather_pages(cache: Tensor, block_table: Tensor) -> Tensor:
     return gathered.transpose(1, 2).reshape(batch, heads, max_pages * page_size, dim)
 
 
-def _scatter_pages(grad: Tensor, block_table: Tensor, pages: int, backend: str) -> Tensor:
+def _scatter_pages(grad: Tensor, block_table: Tensor, pages: int, page_size: int, backend: str) -> Tensor:
     """Gradients of gathered caches, added up into their pages in a fixed order: a page is a row of an embedding."""
-    batch, heads, length, dim = grad.shape
+    batch, heads, _, dim = grad.shape
     max_pages = block_table.shape[1]
-    page_size = length // max_pages if max_pages else 0
-    rows = grad.reshape(batch, heads, max_pages, page_size, dim).transpose(1, 2).reshape(batch * max_pages, -1)
+    by_page = grad.reshape(batch, heads, max_pages, page_size, dim).transpose(1, 2)
+    rows = by_page.reshape(batch * max_pages, heads * page_size * dim)
     summed = torch.ops.headwise.embedding_backward(rows, block_table.reshape(-1), pages, -1, backend)
     return summed.reshape(pages, heads, page_size, dim)
 

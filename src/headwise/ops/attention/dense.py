@@ -173,10 +173,7 @@ def _prepare_backward(
     _arguments.saved_results(
         op, grad_out, grad_lse, out, lse, q, out_shape, out_shape[:3], ("(B, Hq, Sq, Dv)", "(B, Hq, Sq)")
     )
-    for name, needed, of in (("need_bias_grad", need_bias_grad, "bias"), ("need_sink_grad", need_sink_grad, "sink")):
-        _checks.boolean(op, name, needed)
-        if needed and arguments.get(of) is None:
-            raise ValueError(f"{op}: {name} is True and {of} is None; it needs the {of} of the forward call")
+    _arguments.needed_gradients(op, need_bias_grad, arguments.get("bias"), need_sink_grad, arguments.get("sink"))
     return prepared._replace(call=prepared.call._replace(launchers=(op,)))
 
 

@@ -34,6 +34,30 @@ def merge_attention(
     return out, lse.transpose(0, 1).contiguous() if p.packed else lse
 
 
+def merge_attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    *,
+    packed: bool | None = None,
+    backend: str | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients ``(douts, dlses)`` of `merge_attention`, given its results ``out`` and ``lse``."""
+    p = _prepare_backward(grad_out, grad_lse, outs, lses, out, lse, packed=packed)
+    turned = [x.transpose(0, 1) if p.packed else x for x in (grad_lse, lse)]
+    grads = _backward(grad_out, turned[0], list(outs), p.lses, out, turned[1], registry.choose(p.call, backend))
+    douts, dlses = grads[: len(outs)], grads[len(outs) :]
+    return douts, [x.transpose(0, 1).contiguous() if p.packed else x for x in dlses]
+
+
+def merge_attention_backward_call(*args: Any, **kwargs: Any) -> registry.Call:
+    """Check the arguments of `merge_attention_backward` and describe the call to the backends."""
+    return _prepare_backward(*args, **kwargs).call
+
+
 def merge_attention_call(outs: Any, lses: Any, *, packed: bool | None = None) -> registry.Call:
     """Check the arguments of `merge_attention` and describe the call to the backends."""
     return _prepare(outs, lses, packed=packed).call
@@ -45,8 +69,25 @@ class _Prepared(NamedTuple):
     packed: bool
 
 
-def _prepare(outs: Any, lses: Any, *, packed: bool | None) -> _Prepared:
-    op = "merge_attention"
+def _prepare_backward(
+    grad_out: Any, grad_lse: Any, outs: Any, lses: Any, out: Any, lse: Any, *, packed: bool | None = None
+) -> _Prepared:
+    op = "merge_attention_backward"
+    prepared = _prepare(outs, lses, packed=packed, op=op)
+    for name, x, like, of in (
+        ("grad_out", grad_out, outs[0], "outs[0]"),
+        ("out", out, outs[0], "outs[0]"),
+        ("grad_lse", grad_lse, lses[0], "lses[0]"),
+        ("lse", lse, lses[0], "lses[0]"),
+    ):
+        _checks.floating(op, name, x)
+        _checks.shape(op, name, x, like.shape, f"the shape of {of}")
+        _checks.same_dtype(op, name, x, of, like)
+        _checks.same_device(op, name, x, of, like)
+    return prepared._replace(call=prepared.call._replace(launchers=(op,)))
+
+
+def _prepare(outs: Any, lses: Any, *, packed: bool | None, op: str = "merge_attention") -> _Prepared:
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, (list, tuple)):
             raise TypeError(f"{op}: {name} is a {type(parts).__name__}; it needs to be a list or tuple of tensors")
@@ -79,7 +120,7 @@ def _prepare(outs: Any, lses: Any, *, packed: bool | None) -> _Prepared:
     gradient = _checks.wants_gradient(*outs, *lses)
     call = registry.Call(
         op,
-        (op, "merge_attention_backward") if gradient else (op,),
+        ("merge_attention", "merge_attention_backward") if gradient else ("merge_attention",),
         first.device.type,
         first.dtype,
         {"Dv": first.shape[-1], "parts": len(outs)},

@@ -51,9 +51,53 @@ def attention_probs(
     return _forward(q, k, p.rows, p.mask, p.bias, kv_lengths, sink, *p.flags, registry.choose(p.call, backend))
 
 
+def attention_probs_backward(
+    grad: Tensor,
+    probs: Tensor,
+    q: Tensor,
+    k: Tensor,
+    *,
+    rows: Sequence[int] | Tensor | None = None,
+    causal: bool = False,
+    window: Window = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    need_bias_grad: bool = False,
+    need_sink_grad: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, ...]:
+    """The gradients ``(dq, dk)`` of `attention_probs`, given its result ``probs`` and the same flags.
+
+    ``need_bias_grad`` and ``need_sink_grad`` append ``dbias`` and ``dsink``, in that order.
+    """
+    p = _prepare_backward(
+        grad, probs, q, k, rows=rows, causal=causal, window=window, mask=mask, bias=bias, kv_lengths=kv_lengths,
+        scale=scale, softcap=softcap, sink=sink, need_bias_grad=need_bias_grad, need_sink_grad=need_sink_grad,
+    )  # fmt: skip
+    dq, dk, dbias, dsink = _backward(
+        grad, probs, q, k, p.rows, p.mask, p.bias, kv_lengths, sink, *p.flags, need_bias_grad, need_sink_grad,
+        registry.choose(p.call, backend),
+    )  # fmt: skip
+    wanted = [dq, dk]
+    if need_bias_grad and bias is not None:
+        wanted.append(dbias.reshape(bias.shape))
+    if need_sink_grad:
+        wanted.append(dsink)
+    return tuple(wanted)
+
+
 def attention_probs_call(*args: Any, **kwargs: Any) -> registry.Call:
     """Check the arguments of `attention_probs` and describe the call to the backends."""
     return _prepare(*args, **kwargs).call
+
+
+def attention_probs_backward_call(*args: Any, **kwargs: Any) -> registry.Call:
+    """Check the arguments of `attention_probs_backward` and describe the call to the backends."""
+    return _prepare_backward(*args, **kwargs).call
 
 
 class _Prepared(NamedTuple):
@@ -67,9 +111,8 @@ class _Prepared(NamedTuple):
 def _prepare(
     q: Any, k: Any, *, rows: Any = None, causal: bool = False, window: Window = None, mask: Any = None,
     bias: Any = None, kv_lengths: Any = None, scale: float | None = None, softcap: float | None = None,
-    sink: Any = None,
+    sink: Any = None, op: str = "attention_probs",
 ) -> _Prepared:  # fmt: skip
-    op = "attention_probs"
     _arguments.qkv(op, q, k, None, 4, ("(B, Hq, Sq, D)", "(B, Hk, Sk, D)", ""))
     batch, q_heads, q_length, head_dim = q.shape
     k_heads, k_length = k.shape[1], k.shape[2]
@@ -86,7 +129,7 @@ def _prepare(
     gradient = _checks.wants_gradient(q, k, bias, sink)
     call = registry.Call(
         op,
-        (op, "attention_probs_backward") if gradient else (op,),
+        ("attention_probs", "attention_probs_backward") if gradient else ("attention_probs",),
         q.device.type,
         q.dtype,
         {"B": batch, "Hq": q_heads, "Hk": k_heads, "Sq": q_length, "Sk": k_length, "D": head_dim},
@@ -95,6 +138,22 @@ def _prepare(
         ),
     )
     return _Prepared(call, flags, row_indices, mask, bias)
+
+
+def _prepare_backward(
+    grad: Any, probs: Any, q: Any, k: Any, *, need_bias_grad: bool = False, need_sink_grad: bool = False,
+    **arguments: Any,
+) -> _Prepared:  # fmt: skip
+    op = "attention_probs_backward"
+    prepared = _prepare(q, k, op=op, **arguments)
+    count = q.shape[2] if prepared.rows is None else prepared.rows.shape[0]
+    for name, x in (("grad", grad), ("probs", probs)):
+        _checks.floating(op, name, x)
+        _checks.shape(op, name, x, (q.shape[0], q.shape[1], count, k.shape[2]), "(B, Hq, rows, Sk)")
+        _checks.same_dtype(op, name, x, "q", q)
+        _checks.same_device(op, name, x, "q", q)
+    _arguments.needed_gradients(op, need_bias_grad, arguments.get("bias"), need_sink_grad, arguments.get("sink"))
+    return prepared._replace(call=prepared.call._replace(launchers=(op,)))
 
 
 def _rows(op: str, rows: Any, q: Tensor) -> Tensor | None:

@@ -159,9 +159,7 @@ def _prepare_backward(
         op, grad_out, grad_lse, out, lse, q, (q.shape[0], q.shape[1], v.shape[2]), (q.shape[1], q.shape[0]),
         ("(Tq, Hq, Dv)", "(Hq, Tq)"),
     )  # fmt: skip
-    _checks.boolean(op, "need_sink_grad", need_sink_grad)
-    if need_sink_grad and arguments.get("sink") is None:
-        raise ValueError(f"{op}: need_sink_grad is True and sink is None; it needs the sink of the forward call")
+    _arguments.needed_gradients(op, False, None, need_sink_grad, arguments.get("sink"))
     return prepared._replace(call=prepared.call._replace(launchers=(op,)))
 
 

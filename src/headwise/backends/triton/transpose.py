@@ -1,0 +1,37 @@
+"""Transpose in Triton: square tiles, read along rows and written along rows. Elements are plain bits of 1 to 8 bytes."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = {1: 128, 2: 128, 4: 128, 8: 64}  # bytes of an element -> side of a tile
+
+
+@triton.jit
+def _transpose(x, y, rows, columns, batch_stride, row_stride, column_stride, TILE: tl.constexpr):
+    row_tiles, column_tiles = tl.cdiv(rows, TILE), tl.cdiv(columns, TILE)
+    program = tl.program_id(0).to(tl.int64)
+    matrix = program // (row_tiles * column_tiles)
+    tile = program % (row_tiles * column_tiles)
+    row = (tile // column_tiles) * TILE + tl.arange(0, TILE)  # [TILE]
+    column = (tile % column_tiles) * TILE + tl.arange(0, TILE)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    source = x + matrix * batch_stride + row[:, None] * row_stride + column[None, :] * column_stride
+    bits = tl.trans(tl.load(source, mask=inside))
+    target = y + matrix * rows * columns + column[:, None] * rows + row[None, :]
+    tl.store(target, bits, mask=(column < columns)[:, None] & (row < rows)[None, :])
+
+
+def transpose_forward(x: Tensor) -> Tensor:
+    y = torch.empty((*x.shape[:-2], x.shape[-1], x.shape[-2]), dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return y
+    matrices = x.reshape(-1, *x.shape[-2:])
+    count, rows, columns = matrices.shape
+    side = _TILE[x.element_size()]
+    grid = (count * triton.cdiv(rows, side) * triton.cdiv(columns, side),)
+    _transpose[grid](matrices, y, rows, columns, *matrices.stride(), side, num_warps=8)
+    return y
