@@ -1,8 +1,8 @@
-"""How results lie in memory: one rule that fake kernels, launchers and gradients share.
+"""How results lie in memory: the rules that fake kernels and launchers share.
 
-A result has the layout of the tensor it answers: heads inside (a transposed view of ``(B, S, H, D)``, as models that
-never copy have it) or heads outside (plain ``(B, H, S, D)``). So ``out.transpose(1, 2).reshape(B, S, H * D)`` after a
-model's own ``transpose(1, 2)`` stays free.
+An output has the layout of q: heads inside (a transposed view of ``(B, S, H, D)``, as models that never copy have it) or
+heads outside (plain ``(B, H, S, D)``). So ``out.transpose(1, 2).reshape(B, S, H * D)`` after a model's own
+``transpose(1, 2)`` stays free. Gradients of q, k and v lie heads inside, as the projections before them want it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ def empty_like_heads(x: Tensor, last: int, dtype: torch.dtype | None = None) -> 
     if x.stride(1) < x.stride(2):
         return x.new_empty((batch, length, heads, last), dtype=dtype).transpose(1, 2)
     return x.new_empty((batch, heads, length, last), dtype=dtype)
+
+
+def empty_heads_inside(x: Tensor) -> Tensor:
+    """Uninitialised, in the shape of x ``(B, H, S, D)``, stored as ``(B, S, H, D)``."""
+    batch, heads, length, last = x.shape
+    return x.new_empty((batch, length, heads, last)).transpose(1, 2)
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -121,7 +121,7 @@ SUITE = Suite(
         Case("softcap, causal, grouped", {"sq": 150, "hq": 4, "hk": 2, "d": 32, "softcap": 30.0, "causal": True}, QUICK),
         Case("softcap of large logits", {"sq": 140, "d": 32, "softcap": 2.0, "scale": 40.0}, QUICK),
         Case("sink", {"sq": 270, "hq": 4, "hk": 2, "d": 32, "sink": True, "causal": True}),
-        Case("sink and empty rows", {"sq": 90, "sk": 50, "d": 32, "sink": True, "causal": True}, QUICK),
+        Case("sink and empty rows", {"sq": 90, "sk": 50, "hq": 8, "hk": 4, "d": 32, "sink": True, "causal": True}, QUICK),
         Case("scale 1", {"sq": 200, "d": 64, "scale": 1.0}, QUICK),
         Case(
             "everything at once",

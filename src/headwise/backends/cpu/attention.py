@@ -12,6 +12,7 @@ from torch import Tensor
 from headwise import layout
 from headwise.backends.cpu import attention_engine as engine
 from headwise.backends.cpu.attention_band import Band
+from headwise.backends.cpu.attention_flash import flash_whole
 from headwise.backends.cpu.attention_problem import Problem, scores_slice
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, kv_lengths: Tensor | None,
     sink: Tensor | None, flags: Flags,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if sink is None and kv_lengths is None and not flags.softcap:
+        done = flash_whole(next(_dense_pieces(q, k, v, mask, bias, None, flags)).problem)
+        if done is not None:
+            return done[0], done[1].contiguous()
     out = layout.empty_like_heads(q, v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=layout.lse_dtype(q.dtype))
     _forward_pieces(_dense_pieces(q, k, v, mask, bias, kv_lengths, flags), out, lse, sink)
@@ -47,10 +52,14 @@ def attention_backward(
     dbias = None
     if need_bias_grad and bias is not None:
         dbias = torch.zeros(bias.shape, dtype=layout.lse_dtype(q.dtype))
-    dq, dk, dv = (layout.empty_like_heads(x, x.shape[3]).zero_() for x in (q, k, v))
     grad_out, out = _contiguous_last(grad_out), _contiguous_last(out)
     pieces = _dense_pieces(q, k, v, mask, bias, kv_lengths, flags)
-    _backward_pieces(pieces, grad_out, grad_lse, out, lse, dbias, dq, dk, dv)
+    if kv_lengths is None and q.numel() and k.numel():
+        found = engine.backward(next(pieces).problem, grad_out, grad_lse, out, lse, dbias)
+        dq, dk, dv = (_heads_inside(x, q.dtype) for x in found)
+    else:
+        dq, dk, dv = (layout.empty_heads_inside(x).zero_() for x in (q, k, v))
+        _backward_pieces(pieces, grad_out, grad_lse, out, lse, dbias, dq, dk, dv)
     for b in _bad_lengths(kv_lengths, k.shape[2]):
         dq[b], dk[b], dv[b] = torch.nan, torch.nan, torch.nan
         if dbias is not None:
@@ -168,6 +177,13 @@ def _backward_pieces(
 def _contiguous_last(x: Tensor) -> Tensor:
     """Gradients and saved results may come with any strides (the gradient of a sum has only zeros)."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _heads_inside(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x itself if it already is what a gradient should be, else a copy."""
+    if x.dtype == dtype and x.transpose(1, 2).is_contiguous():
+        return x
+    return layout.empty_heads_inside(x.to(dtype)).copy_(x)
 
 
 def _dtype(x: Tensor | None, otherwise: Tensor) -> torch.dtype:

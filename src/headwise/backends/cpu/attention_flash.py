@@ -25,12 +25,32 @@ from headwise.backends.cpu.merge import merge_attention
 from headwise.layout import lse_dtype
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 _MASKED_ROWS = 256
 _MASK_ELEMENTS = 1 << 22  # floats of additive mask alive at once
 _SMALLEST_FULL = 256  # a shorter range of fully visible keys is not worth a call of its own
+
+
+def flash_whole(problem: Problem) -> tuple[Tensor, Tensor] | None:
+    """out and lse if one call of the kernel does it all: nothing to merge and nothing to copy. Else None."""
+    if problem.q.dtype != lse_dtype(problem.q.dtype) or problem.q.shape[3] != problem.v.shape[3]:
+        return None
+    whole = _whole_segment(problem)
+    if whole is None:
+        return None
+    q, k, v, *_ = problem
+    return _kernel(q, k, v, 0.0, whole.kind == "diagonal", scale=problem.scale)
+
+
+def _whole_segment(problem: Problem) -> Segment | None:
+    """All keys for all rows, fully or up to the diagonal, without a mask or bias; None if it is anything else."""
+    rows, keys = problem.q.shape[2], problem.k.shape[2]
+    if problem.mask is not None or problem.bias is not None or rows == 0 or keys == 0:
+        return None
+    found = segments(0, rows, keys, problem.band)
+    simple = len(found) == 1 and found[0].kind != "partial" and found[0].stop - found[0].start == keys
+    return found[0] if simple else None
 
 
 def flash_forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
@@ -58,6 +78,12 @@ def flash_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor)
     problem = _same_head_dims(problem)
     grad_out, out = (_pad_last(x, problem.v.shape[3]) for x in (grad_out, out))
     lse = finite_lse(lse)
+    whole = _whole_segment(problem)
+    if whole is not None:
+        dtype, causal = lse.dtype, whole.kind == "diagonal"
+        tensors = (x.to(dtype) for x in (grad_out, problem.q, problem.k, problem.v, out))
+        dq, dk, dv = _kernel_backward(*tensors, lse, 0.0, causal, scale=problem.scale)
+        return dq[..., : widths[0]], dk[..., : widths[1]], dv[..., : widths[2]]
     dq, dk, dv = (accumulator(x) for x in (problem.q, problem.k, problem.v))
     for start, stop in row_blocks(problem.q.shape[2], _rows_per_block(problem)):
         rows = (slice(None), slice(None), slice(start, stop))

@@ -69,5 +69,6 @@ def finite_lse(lse: Tensor) -> Tensor:
 
 
 def accumulator(x: Tensor) -> Tensor:
-    """Zeros in the shape of x, in the dtype that sums of x are kept in."""
-    return torch.zeros(x.shape, dtype=lse_dtype(x.dtype))
+    """Zeros in the shape of x ``(B, H, S, D)``, stored heads inside, in the dtype that sums of x are kept in."""
+    batch, heads, length, last = x.shape
+    return torch.zeros((batch, length, heads, last), dtype=lse_dtype(x.dtype)).transpose(1, 2)

@@ -212,9 +212,9 @@ def _fake_backward(
     dbias = bias if need_bias_grad else None
     dsink = sink if need_sink_grad else None
     return (
-        layout.empty_like_heads(q, q.shape[3]),
-        layout.empty_like_heads(k, k.shape[3]),
-        layout.empty_like_heads(v, v.shape[3]),
+        layout.empty_heads_inside(q),
+        layout.empty_heads_inside(k),
+        layout.empty_heads_inside(v),
         q.new_empty(0) if dbias is None else dbias.new_empty(dbias.shape),
         q.new_empty(0) if dsink is None else dsink.new_empty(dsink.shape),
     )
