@@ -30,6 +30,9 @@ demo: $(STAMP)
 # One thread per worker: the workers share the cores.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	@echo "headwise: the Triton kernels, in Triton's interpreter"
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TRITON_INTERPRET=1 \
+	    $(BIN)/python -m pytest -n $(WORKERS) -k triton tests/test_conformance.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -6,7 +6,8 @@ On the CPU this is the running sum of what PyTorch's allocator reports to the pr
 * the process's resident peak (VmHWM) misses a buffer that is allocated but not touched, and memory that malloc kept
   from an earlier call; it exists on Linux only, and a kernel may forbid its reset.
 
-The profiler hears every tensor allocation in the process, those of C++ kernels included, exactly and repeatably. It
+The profiler hears every tensor allocation of the thread, those of C++ kernels included, exactly and repeatably (the
+CPU backend's worker threads it does not hear: each holds a few megabytes of tiles). It
 does not hear what a math library takes from malloc for itself (a megabyte or two of packing buffers).
 """
 

@@ -132,10 +132,10 @@ def _launch(
     if rows == 0:
         return
     x = as_rows(logits) if logits.numel() else logits.reshape(rows, width)
-    block, warps = (min(16384, max(128, power_of_two(width))), 32 if width > 8192 else 8)
+    block = min(4096, max(128, power_of_two(width)))
     _cross_entropy[(rows,)](
         x, targets.reshape(-1).contiguous(), row_grads, losses, stats, dlogits, rows, width, x.stride(0),
         0 if row_grads is None else row_grads.stride(0), ignore_index, label_smoothing, z_loss,
         1.0 if softcap is None else softcap, softcap is not None, label_smoothing > 0, losses is not None,
-        dlogits is not None, block, num_warps=warps,
+        dlogits is not None, block, num_warps=8,
     )  # fmt: skip

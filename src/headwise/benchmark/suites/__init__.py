@@ -7,7 +7,10 @@ import importlib
 from headwise.benchmark.case import BenchSuite
 
 # Imported by name when asked for: a suite may need packages (a peer, a driver) that this machine lacks.
-SUITES: dict[str, str] = {"cpu": "headwise.benchmark.suites.cpu"}
+SUITES: dict[str, str] = {
+    "cpu": "headwise.benchmark.suites.cpu",
+    "cuda": "headwise.benchmark.suites.cuda",
+}
 
 
 def load(name: str) -> BenchSuite:

@@ -16,14 +16,14 @@ from headwise.testing import Arguments, Maker, Outputs
 
 TORCH = "PyTorch"
 GROUP = "training ops"
-_FLOAT32 = 4
+_FLOAT32 = 4  # bytes of an element, unless a suite says otherwise
 
 
 def _pytorch(call: Callable[[Arguments], Tensor]) -> tuple[Contender, ...]:
     return (Contender(TORCH, lambda arguments: lambda: call(arguments)),)
 
 
-def rms_norm_case(rows: int, width: int, direction: Direction) -> BenchCase:
+def rms_norm_case(rows: int, width: int, direction: Direction, element: int = _FLOAT32) -> BenchCase:
     differentiable = ("x", "weight")
     return BenchCase(
         name=f"rms_norm {rows} × {width}",
@@ -34,11 +34,11 @@ def rms_norm_case(rows: int, width: int, direction: Direction) -> BenchCase:
         check=WholeCheck(oracle("rms_norm"), differentiable),
         differentiable=differentiable,
         peers=_pytorch(lambda a: F.rms_norm(a["x"], (width,), a["weight"], 1e-6)),
-        bytes=_moved(rows * width, direction, forward=2, backward=3),
+        bytes=element * _moved(rows * width, direction, forward=2, backward=3),
     )
 
 
-def softmax_case(rows: int, width: int, direction: Direction) -> BenchCase:
+def softmax_case(rows: int, width: int, direction: Direction, element: int = _FLOAT32) -> BenchCase:
     return BenchCase(
         name=f"softmax {rows} × {width}",
         group=GROUP,
@@ -48,11 +48,11 @@ def softmax_case(rows: int, width: int, direction: Direction) -> BenchCase:
         check=WholeCheck(oracle("softmax"), ("x",)),
         differentiable=("x",),
         peers=_pytorch(lambda a: torch.softmax(a["x"], -1)),
-        bytes=_moved(rows * width, direction, forward=2, backward=3),
+        bytes=element * _moved(rows * width, direction, forward=2, backward=3),
     )
 
 
-def embedding_case(ids: int, entries: int, width: int, direction: Direction) -> BenchCase:
+def embedding_case(ids: int, entries: int, width: int, direction: Direction, element: int = _FLOAT32) -> BenchCase:
     moved = 2.0 * ids * width if direction == "forward" else (ids + entries) * float(width)
     return BenchCase(
         name=f"embedding {ids} of {entries} × {width}",
@@ -63,11 +63,11 @@ def embedding_case(ids: int, entries: int, width: int, direction: Direction) -> 
         check=WholeCheck(oracle("embedding"), ("weight",)),
         differentiable=("weight",),
         peers=_pytorch(lambda a: F.embedding(a["ids"], a["weight"])),
-        bytes=_FLOAT32 * moved,
+        bytes=element * moved,
     )
 
 
-def transpose_case(rows: int, width: int) -> BenchCase:
+def transpose_case(rows: int, width: int, element: int = _FLOAT32) -> BenchCase:
     """Forward only: backward is the same kernel again, while PyTorch's returns a view and leaves the work to others."""
     return BenchCase(
         name=f"transpose {rows} × {width}",
@@ -78,11 +78,13 @@ def transpose_case(rows: int, width: int) -> BenchCase:
         check=WholeCheck(oracle("transpose"), ("x",)),
         differentiable=("x",),
         peers=_pytorch(lambda a: a["x"].mT.contiguous()),
-        bytes=_FLOAT32 * 2.0 * rows * width,
+        bytes=element * 2.0 * rows * width,
     )
 
 
-def cross_entropy_case(rows: int, vocabulary: int, requirements: tuple[Requirement, ...] = ()) -> BenchCase:
+def cross_entropy_case(
+    rows: int, vocabulary: int, requirements: tuple[Requirement, ...] = (), element: int = _FLOAT32
+) -> BenchCase:
     def make(maker: Maker) -> Arguments:
         return {"logits": maker.normal(rows, vocabulary, scale=2.0), "targets": maker.integers(0, vocabulary, rows)}
 
@@ -96,7 +98,7 @@ def cross_entropy_case(rows: int, vocabulary: int, requirements: tuple[Requireme
         differentiable=("logits",),
         peers=_pytorch(lambda a: F.cross_entropy(a["logits"], a["targets"])),
         # One read of the logits and one write of their gradient.
-        bytes=_FLOAT32 * 2.0 * rows * vocabulary,
+        bytes=element * 2.0 * rows * vocabulary,
         requirements=requirements,
     )
 
@@ -134,6 +136,6 @@ class CrossEntropyCheck:
 
 
 def _moved(elements: int, direction: Direction, *, forward: int, backward: int) -> float:
-    """Bytes of float32 when every operand is read or written once."""
+    """Elements moved when every operand is read or written once."""
     passes = {"forward": forward, "backward": backward, "forward+backward": forward + backward}[direction]
-    return float(_FLOAT32 * elements * passes)
+    return float(elements * passes)
