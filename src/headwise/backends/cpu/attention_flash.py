@@ -8,6 +8,8 @@ are given to it as float32. Its backward takes any lse, so the lse of all keys m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -57,7 +59,7 @@ def flash_forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill out ``(B, Hq, Sq, Dv)`` and lse ``(B, Hq, Sq)``."""
     width = problem.v.shape[3]
     problem = _same_head_dims(problem)
-    for start, stop in row_blocks(problem.q.shape[2], _rows_per_block(problem)):
+    for start, stop in _row_blocks(problem):
         outs, lses = [], []
         for segment in _segments(problem, start, stop):
             part = _forward_segment(problem, start, stop, segment)
@@ -85,7 +87,7 @@ def flash_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor)
         dq, dk, dv = _kernel_backward(*tensors, lse, 0.0, causal, scale=problem.scale)
         return dq[..., : widths[0]], dk[..., : widths[1]], dv[..., : widths[2]]
     dq, dk, dv = (accumulator(x) for x in (problem.q, problem.k, problem.v))
-    for start, stop in row_blocks(problem.q.shape[2], _rows_per_block(problem)):
+    for start, stop in _row_blocks(problem):
         rows = (slice(None), slice(None), slice(start, stop))
         for segment in _segments(problem, start, stop):
             inputs = _segment_inputs(problem, start, stop, segment)
@@ -140,6 +142,16 @@ def _segment_inputs(
     return q, k, v, additive, empty if empty.any() else None
 
 
+def _row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
+    rows, size = problem.q.shape[2], _rows_per_block(problem)
+    # More queries than keys, causal: the first rows see nothing, and the rest is a square with its diagonal.
+    blind = min(rows, -problem.band.offset) if problem.band.right == 0 and problem.band.offset < 0 else 0
+    if blind:
+        yield 0, blind
+    for start, stop in row_blocks(rows - blind, size):
+        yield blind + start, blind + stop
+
+
 def _rows_per_block(problem: Problem) -> int:
     band, rows = problem.band, max(problem.q.shape[2], 1)
     if problem.mask is not None or problem.bias is not None:
@@ -147,7 +159,7 @@ def _rows_per_block(problem: Problem) -> int:
     if band.left >= 0:
         # A block sees its own rows plus the window; about half the window in rows wastes little on masked scores.
         return min(rows, max(64, min(1024, (band.left + max(band.right, 0) + 1) // 4)))
-    if band.right > 0 or (band.right == 0 and band.offset < 0):
+    if band.right > 0:
         return min(rows, _MASKED_ROWS)
     return rows  # full, or causal with nothing but a full rectangle and a square with its diagonal
 
