@@ -1,9 +1,10 @@
-"""Write the tables of README.md anew, from a run of the conformance cases and from the benchmark results.
+"""Write the tables of README.md anew: from a run of the conformance cases here, those kept of other machines, and the
+benchmark results.
 
     python scripts/update_readme.py            (or: make readme)
 
-Nothing in these tables is written by hand: a cell is filled because its cases passed here, a ratio stands there because it
-was measured, with the device it was measured on.
+Nothing in these tables is written by hand: a cell is filled because its cases passed, a ratio stands there because it was
+measured, with the device named.
 """
 
 from __future__ import annotations
@@ -17,25 +18,44 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+RESULTS = ROOT / "bench" / "results"
 
 
-def ops_table(report: dict) -> str:
-    backends = [b["name"] for b in report["environment"]["backends"]]
-    by_op: dict[str, dict[str, dict]] = {}
-    for result in report["results"]:
-        by_op.setdefault(result["op"], {})[result["backend"]] = result
+def ops_table(reports: list[dict]) -> str:
+    """Op × backend, from the last `headwise check --json` of every machine it was run on."""
+    backends = [b["name"] for b in reports[0]["environment"]["backends"]]
+    results = {(r["op"], r["backend"]): r for report in reports for r in report["results"]}
+    ops = list(dict.fromkeys(op for op, _ in results))
     lines = ["| Op | " + " | ".join(backends) + " |", "| --- " * (len(backends) + 1) + "|"]
-    for op, results in by_op.items():
-        cells = [_cell(results.get(backend)) for backend in backends]
-        lines.append(f"| `{op}` | " + " | ".join(cells) + " |")
-    cpu = report["environment"]["hardware"]["cpu"]
-    versions = report["environment"]["versions"]
-    lines.append("")
-    lines.append(
-        f"A tick is a run of all cases of `headwise check`, forward and backward, in float32, float16 and bfloat16, within "
-        f"budget (here: {cpu}, PyTorch {versions['torch']})."
-    )
+    for op in ops:
+        lines.append(f"| `{op}` | " + " | ".join(_cell(results.get((op, backend))) for backend in backends) + " |")
+    where = "; ".join(_machine(report) for report in reports)
+    lines += [
+        "",
+        "A tick: all cases of `headwise check`, forward and backward, in float32, float16 and bfloat16, are within their "
+        f"error budget. Run on: {where}.",
+    ]
     return "\n".join(lines)
+
+
+def _machine(report: dict) -> str:
+    environment = report["environment"]
+    tested = sorted({r["backend"] for r in report["results"] if r["runs"]})
+    device = environment["gpus"][0]["name"] if tested == ["triton"] else environment["cpu"]["model"]
+    return f"{', '.join(tested)} on {device} with PyTorch {environment['versions']['torch']}"
+
+
+def check_this_machine() -> None:
+    """Run the conformance cases here and keep the outcome beside the benchmark results."""
+    check = subprocess.run(
+        [sys.executable, "-m", "headwise.cli", "check", "--json"], check=False, capture_output=True, text=True
+    )
+    report = json.loads(check.stdout)
+    del report["environment"]["system"]  # the kernel of a machine says nothing about its kernels
+    gpus = report["environment"]["gpus"]
+    device = gpus[0]["name"] if gpus else report["environment"]["cpu"]["model"]
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    (RESULTS / f"check-{slug}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _cell(result: dict | None) -> str:
@@ -46,7 +66,7 @@ def _cell(result: dict | None) -> str:
 
 def speed_tables() -> str:
     parts = []
-    for path in sorted((ROOT / "bench" / "results").glob("*.csv")):
+    for path in sorted(RESULTS.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             rows = [row for row in csv.DictReader(file) if row["role"] in ("peer", "yardstick") and row["ratio"]]
         if rows:
@@ -81,12 +101,10 @@ def replace_section(text: str, name: str, body: str) -> str:
 
 
 def main() -> int:
-    check = subprocess.run(
-        [sys.executable, "-m", "headwise.cli", "check", "--json"], check=False, capture_output=True, text=True
-    )
-    report = json.loads(check.stdout)
+    check_this_machine()
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("check-*.json"))]
     text = README.read_text(encoding="utf-8")
-    text = replace_section(text, "ops", ops_table(report))
+    text = replace_section(text, "ops", ops_table(reports))
     text = replace_section(text, "speed", speed_tables())
     README.write_text(text, encoding="utf-8")
     return 0
