@@ -324,7 +324,6 @@ def test_csv_reads_back_and_keeps_the_rows_of_cases_not_run(tmp_path):
 
 
 def test_the_plot_is_a_picture(tmp_path):
-    pytest.importorskip("matplotlib")
     result = run_case(softmax_case(requirements=(AtLeast(1.0, "PyTorch"),)), SUITE, ONCE)
     path = tmp_path / "new" / "ratios.png"
     assert save_plot([result], path, "title")
