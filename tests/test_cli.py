@@ -12,6 +12,7 @@ import torch
 
 import headwise as hw
 from headwise import cases, cli
+from headwise.backends.registry import Unsupported
 from headwise.cli import check, explain, tour
 
 
@@ -227,7 +228,7 @@ def test_check_tells_what_a_backend_does_not_cover(capsys, monkeypatch):
 
     def run(arguments, backend=None):
         if arguments["x"].shape[-1] > 1000:
-            raise ValueError(f"softmax: backend={backend!r} cannot run this call: rows are too long.")
+            raise Unsupported(f"softmax: backend={backend!r} cannot run this call: rows are too long.")
         return suite.run(arguments, backend)
 
     monkeypatch.setitem(cases.SUITES, "softmax", replace(suite, run=run))

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 
-def empty_like_heads(x: Tensor, last: int, dtype: torch.dtype | None = None) -> Tensor:
+def empty_like_heads(x: Tensor, last: int) -> Tensor:
     """Uninitialised ``(B, H, S, last)`` in the layout of x ``(B, H, S, D)``."""
     batch, heads, length, _ = x.shape
     if x.stride(1) < x.stride(2):
-        return x.new_empty((batch, length, heads, last), dtype=dtype).transpose(1, 2)
-    return x.new_empty((batch, heads, length, last), dtype=dtype)
+        return x.new_empty((batch, length, heads, last)).transpose(1, 2)
+    return x.new_empty((batch, heads, length, last))
 
 
 def empty_heads_inside(x: Tensor) -> Tensor:

@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from headwise.backends.registry import BACKENDS, availability
+from headwise.backends.registry import BACKENDS, Unsupported, availability
 from headwise.cases import SUITES
 from headwise.cli import _terminal, env
 from headwise.ops._checks import short
 from headwise.testing import Case, Suite, TensorError, measure
 
-MODES = ("eager", "explicit", "compiled")
+MODES = ("eager", "shorter", "explicit", "compiled")
 _FAILURES_SHOWN = 6  # per op and backend
 
 
@@ -37,6 +37,7 @@ class Job(NamedTuple):
     backend: str
     case: Case
     dtype: torch.dtype
+    # "shorter": no gradient arrives at side outputs such as an lse, which lets backends take a shorter way
     mode: str  # "eager": gradients by autograd; "explicit": by the *_backward op; "compiled": through torch.compile
 
     def __str__(self) -> str:
@@ -68,7 +69,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--backend", action="append", help="only this backend (may be repeated)")
     parser.add_argument("--op", action="append", help="only this op (may be repeated)")
     parser.add_argument("--dtype", action="append", help="only this dtype (may be repeated)")
-    parser.add_argument("--mode", action="append", choices=MODES, help="default: eager and explicit (quick: eager)")
+    parser.add_argument(
+        "--mode", action="append", choices=MODES, help="default: all but compiled (quick: eager and shorter)"
+    )
     parser.add_argument("--quick", action="store_true", help="only the small cases")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
@@ -90,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _jobs(args: argparse.Namespace) -> Iterator[Job]:
-    modes = args.mode or (["eager"] if args.quick else ["eager", "explicit"])
+    modes = args.mode or (["eager", "shorter"] if args.quick else ["eager", "shorter", "explicit"])
     wanted = [_terminal.dtype(name) for name in args.dtype] if args.dtype else None
     for suite in _suites(args.op):
         for backend in _backends(args.backend):
@@ -102,8 +105,11 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
                     if wanted is not None and dtype not in wanted:
                         continue
                     for mode in modes:
-                        if mode != "explicit" or suite.explicit is not None:
-                            yield Job(suite, backend, case, dtype, mode)
+                        if mode == "explicit" and suite.explicit is None:
+                            continue
+                        if mode == "shorter" and not suite.side_outputs:
+                            continue
+                        yield Job(suite, backend, case, dtype, mode)
 
 
 def _suites(names: list[str] | None) -> list[Suite]:
@@ -163,6 +169,7 @@ def _run_one(job: Job, seed: int, tally: Tally) -> None:
             backend=job.backend,
             compiled=job.mode == "compiled",
             explicit=job.mode == "explicit",
+            without_gradient=job.suite.side_outputs if job.mode == "shorter" else (),
             seed=seed,
         )
     except Exception as error:  # a crash of one case is a finding, and the other cases still count
@@ -191,7 +198,7 @@ def _count(tally: Tally, job: Job) -> None:
 def _not_supported(error: Exception, backend: str) -> str | None:
     """The backend's reason, where the registry refused the call because the backend does not cover it."""
     _, refused, reason = str(error).partition(f"backend={backend!r} cannot run this call: ")
-    return reason if refused and isinstance(error, ValueError) else None
+    return reason if refused and isinstance(error, Unsupported) else None
 
 
 def _print(console: Console, tallies: list[Tally], seconds: float) -> None:

@@ -157,7 +157,7 @@ def _rows_per_block(problem: Problem) -> int:
     if problem.mask is not None or problem.bias is not None:
         return min(rows, _MASKED_ROWS)
     if band.left >= 0:
-        # A block sees its own rows plus the window; about half the window in rows wastes little on masked scores.
+        # A block sees its own rows plus the window; a quarter of the window in rows wastes little on masked scores.
         return min(rows, max(64, min(1024, (band.left + max(band.right, 0) + 1) // 4)))
     if band.right > 0:
         return min(rows, _MASKED_ROWS)
