@@ -68,30 +68,60 @@ def speed_tables() -> str:
     parts = []
     for path in sorted(RESULTS.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(file) if row["role"] in ("peer", "yardstick") and row["ratio"]]
+            every_row = list(csv.DictReader(file))
+        rows = [row for row in every_row if row["role"] in ("peer", "yardstick") and row["ratio"]]
         if rows:
             parts.append(_speed_table(path, rows))
+        own = [row for row in every_row if row["role"] == "ours" and row["requirement"] and row["median_ms"]]
+        if own:
+            parts.append(_own_table(own))
     return "\n\n".join(parts)
 
 
 def _speed_table(path: Path, rows: list[dict[str, str]]) -> str:
     first = rows[0]
     device = first["device_name"] or first["cpu"]
+    threads = f" {first['threads']} threads," if first["device"] == "cpu" else ""
     dates = sorted({row["date"][:10] for row in rows})
     lines = [
-        f"**{device}**, {first['threads']} threads, PyTorch {first['torch']}, {dates[-1]}: how many times faster than the "
+        f"**{device}**,{threads} PyTorch {first['torch']}, {dates[-1]}: how many times faster than the "
         f"peer, lowest and highest over the cases of a group ([all rows]({path.relative_to(ROOT).as_posix()})).",
         "",
-        "| Group | Direction | Against | Ratio |",
-        "| --- | --- | --- | --- |",
+        "| Group | Direction | Against | Ratio | Targets met |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    groups: dict[tuple[str, str, str], list[float]] = {}
+    groups: dict[tuple[str, str, str], list[dict[str, str]]] = {}
     for row in rows:
-        groups.setdefault((row["group"], row["direction"], row["contender"]), []).append(float(row["ratio"]))
-    for (group, direction, peer), ratios in groups.items():
+        groups.setdefault((row["group"], row["direction"], row["contender"]), []).append(row)
+    for (group, direction, peer), of_group in groups.items():
+        ratios = [float(row["ratio"]) for row in of_group]
         span = f"{min(ratios):.2f}×" if len(ratios) == 1 else f"{min(ratios):.2f} – {max(ratios):.2f}×"
-        lines.append(f"| {group} | {direction} | {peer} | {span} |")
+        outcomes = [row["outcome"] for row in of_group if row["outcome"] in ("met", "missed")]
+        met = f"{outcomes.count('met')} of {len(outcomes)}" if outcomes else ""
+        lines.append(f"| {group} | {direction} | {peer} | {span} | {met} |")
     return "\n".join(lines)
+
+
+def _own_table(rows: list[dict[str, str]]) -> str:
+    """What is required of ours alone: a rate, a time, an amount of memory."""
+    lines = ["| Group | Direction | Ours, lowest and highest | Targets met |", "| --- | --- | --- | --- |"]
+    groups: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
+    for row in rows:
+        unit, value = _measured(row)
+        groups.setdefault((row["group"], row["direction"], unit), []).append((value, row["outcome"]))
+    for (group, direction, unit), of_group in groups.items():
+        values, outcomes = zip(*of_group, strict=True)
+        span = f"{min(values):.3g}" if len(values) == 1 else f"{min(values):.3g} – {max(values):.3g}"
+        lines.append(f"| {group} | {direction} | {span} {unit} | {outcomes.count('met')} of {len(outcomes)} |")
+    return "\n".join(lines)
+
+
+def _measured(row: dict[str, str]) -> tuple[str, float]:
+    if "TB/s" in row["requirement"]:
+        return "TB/s", float(row["gbytes_per_s"]) / 1e3
+    if "µs" in row["requirement"]:
+        return "µs", float(row["median_ms"]) * 1e3
+    return "GiB extra memory", float(row["peak_extra_bytes"]) / 2**30
 
 
 def replace_section(text: str, name: str, body: str) -> str:

@@ -4,6 +4,8 @@ import hypothesis
 import pytest
 import torch
 
+from headwise.config import settings
+
 # The same random calls on every run and every machine; `--hypothesis-profile=deep` draws new ones, and many more.
 hypothesis.settings.register_profile(
     "quick",
@@ -19,7 +21,25 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("quick")
 
 
+def round_in_the_interpreter():
+    """Triton's interpreter cuts digits off where it turns float32 into bfloat16; every GPU rounds to nearest even."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def rounding_cast(self, source, target):
+        if (source.dtype.scalar, target.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, source, target)
+        rounded = torch.from_numpy(source.data.copy()).to(torch.bfloat16).view(torch.int16).numpy()
+        return interpreter.TensorHandle(rounded.view("uint16"), target.scalar)
+
+    interpreter.InterpreterBuilder.cast_impl = rounding_cast
+
+
 def pytest_configure(config):
+    if settings.triton_interpret:
+        round_in_the_interpreter()
     if hasattr(config, "workerinput"):
         # Several processes with as many threads each as there are cores wait for each other most of the time.
         torch.set_num_threads(1)

@@ -10,9 +10,23 @@ import torch
 import torch.nn.functional as F
 
 from headwise.benchmark import memory, report, timing
-from headwise.benchmark.case import OURS, AtLeast, BenchCase, BenchSuite, Contender, PeakMemory, Within, matches
+from headwise.benchmark.case import (
+    OURS,
+    Absent,
+    AtLeast,
+    Bandwidth,
+    BenchCase,
+    BenchSuite,
+    Contender,
+    PeakMemory,
+    SameRate,
+    TimeLimit,
+    Within,
+    concerned,
+    matches,
+)
 from headwise.benchmark.correctness import WholeCheck, oracle
-from headwise.benchmark.plot import save_plot
+from headwise.benchmark.plot import save_ratios
 from headwise.benchmark.runner import run_case
 from headwise.benchmark.suites import SUITES, load
 from headwise.benchmark.suites.attention import (
@@ -108,9 +122,10 @@ def test_what_raises_is_reported_and_does_not_stop_the_run():
     assert (result.status, result.detail) == ("error", "RuntimeError: no such kernel")
 
 
-def test_a_peer_that_is_not_installed_is_left_out():
+@pytest.mark.parametrize("error", [ImportError, Absent])
+def test_a_peer_that_is_not_there_is_left_out(error):
     def absent(arguments):
-        raise ImportError("No module named 'peer'")
+        raise error("No module named 'peer'")
 
     result = run_case(softmax_case(peers=(Contender("peer", absent),), requirements=(AtLeast(1, "peer"),)), SUITE, ONCE)
     assert result.absent == {"peer": "No module named 'peer'"}
@@ -247,15 +262,28 @@ def test_short_calls_are_repeated_within_a_sample():
 
 
 def test_requirements_are_judged():
-    requirements = (AtLeast(2.0, "PyTorch"), AtLeast(4.0, "PyTorch"), Within(1.5, "PyTorch"), PeakMemory(1, "1 byte"))
-    case = softmax_case(requirements=requirements)
+    requirements = (
+        AtLeast(2.0, "PyTorch"),
+        AtLeast(4.0, "PyTorch"),
+        Within(1.5, "PyTorch"),
+        PeakMemory(1, "1 byte"),
+        Bandwidth(6.1e-9),
+        Bandwidth(6.2e-9),
+        TimeLimit(1e6),
+        TimeLimit(0.9e6),
+        SameRate(0.4, "twice the work"),
+        SameRate(0.6, "twice the work"),
+    )
+    twice = Contender("twice the work", softmax_like(lambda x: x * 1), yardstick=True, flops=4096.0)
+    case = softmax_case(requirements=requirements, peers=(*softmax_case().peers, twice), flops=2048.0)
 
     class Clock:
         def measure(self, action, calls):
             return 1.0
 
     result = run_case(case, SUITE, ONCE, clock=Clock())
-    assert [v.outcome for v in result.verdicts] == ["missed", "missed", "met", "missed"]
+    assert [v.outcome for v in result.verdicts[:4]] == ["missed", "missed", "met", "missed"]
+    assert [v.outcome for v in result.verdicts[4:]] == ["met", "missed"] * 3
     unjudged = run_case(case, SUITE, ONCE, judged=False, clock=Clock())
     assert {v.outcome for v in unjudged.verdicts} == {"not judged"}
 
@@ -326,9 +354,10 @@ def test_csv_reads_back_and_keeps_the_rows_of_cases_not_run(tmp_path):
 def test_the_plot_is_a_picture(tmp_path):
     result = run_case(softmax_case(requirements=(AtLeast(1.0, "PyTorch"),)), SUITE, ONCE)
     path = tmp_path / "new" / "ratios.png"
-    assert save_plot([result], path, "title")
+    rows = [report.as_text(row) for row in report.rows(result, "test", "float32", MACHINE, quick=False)]
+    assert save_ratios(rows, path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert not save_plot([], path, "title")
+    assert not save_ratios([], path)
 
 
 # Suites and the command
@@ -343,7 +372,7 @@ def test_suites_name_each_case_once_and_require_of_contenders_they_have(name, qu
     for case in cases:
         assert case.flops or case.bytes
         names = {c.name for c in case.contenders()}
-        assert {r.peer for r in case.requirements if not isinstance(r, PeakMemory)} <= names
+        assert {concerned(r) for r in case.requirements} <= names
 
 
 def test_filter_takes_every_word():

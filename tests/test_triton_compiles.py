@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headwise.backends.triton import cross_entropy, embedding, rms_norm, softmax, transpose
+from headwise.backends.triton import cross_entropy, decode, embedding, merge, probs, rms_norm, softmax, transpose
+from headwise.backends.triton import launch as launching
+from headwise.ops.attention._arguments import Flags
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
@@ -20,26 +27,51 @@ TARGETS = {
 FLOATS = {"eps", "weight_offset", "label_smoothing", "z_loss", "softcap"}
 POINTERS = {
     "x", "y", "p", "g", "dx", "weight", "grad", "logits", "dlogits", "dweight", "rstd", "parts", "losses", "stats",
-    "row_grads", "targets", "ids", "order",
+    "row_grads", "targets", "ids", "order", "tops", "totals", "squares", "products",
 }  # fmt: skip
-FLOAT32 = {"rstd", "parts", "losses", "stats", "row_grads"}
+SHORT = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}
+FLOAT32 = {"rstd", "parts", "losses", "stats", "row_grads", "tops", "totals", "squares", "products"}
 INT64 = {"targets", "ids", "order"}
 
+POINTER_TYPES = {
+    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1",
+    torch.uint8: "*u8",
+}  # fmt: skip
+
 HELD = {"ROWS": 1, "COLUMNS": 4096}
+LONG = {"LINES": 2048, "LINE": 8}
+PART = {"LINES": 512, "LINE": 8}
+WEIGHT = {"HAS_WEIGHT": True}
 KERNELS = {
     "softmax forward": (softmax._forward_held, HELD, 4),
-    "softmax forward, long rows": (softmax._forward_long, {"BLOCK": 8192}, 16),
+    "softmax forward, long rows": (softmax._forward_walk, {**LONG, "STAGES": 3}, 32),
+    "softmax forward, parts": (softmax._forward_parts, PART, 4),
+    "softmax forward, joining": (softmax._forward_join, {**PART, "PARTS": 64}, 4),
     "softmax backward": (softmax._backward_held, {"ROWS": 1, "COLUMNS": 16384}, 16),
-    "softmax backward, long rows": (softmax._backward_long, {"BLOCK": 8192}, 16),
-    "rms_norm forward": (rms_norm._forward_held, {**HELD, "HAS_WEIGHT": True}, 4),
-    "rms_norm forward, long rows": (rms_norm._forward_long, {"BLOCK": 8192, "HAS_WEIGHT": True}, 16),
-    "rms_norm backward": (rms_norm._backward_held, {**HELD, "HAS_WEIGHT": True, "STAGES": 3}, 8),
-    "rms_norm backward, long rows": (rms_norm._backward_long, {"BLOCK": 8192, "HAS_WEIGHT": True}, 16),
-    "rms_norm dweight": (rms_norm._dweight_parts, {"BLOCK": 1024}, 4),
+    "softmax backward, long rows": (softmax._backward_walk, {**LONG, "STAGES": 3}, 32),
+    "softmax backward, parts": (softmax._backward_parts, PART, 4),
+    "softmax backward, joining": (softmax._backward_join, {**PART, "PARTS": 64}, 4),
+    "rms_norm forward": (rms_norm._forward_held, {**HELD, **WEIGHT}, 4),
+    "rms_norm forward, long rows": (rms_norm._forward_walk, {"LINES": 1024, "LINE": 8, "STAGES": 4, **WEIGHT}, 16),
+    "rms_norm forward, parts": (rms_norm._forward_parts, PART, 4),
+    "rms_norm forward, joining": (rms_norm._forward_join, {**PART, **WEIGHT, "PARTS": 64}, 4),
+    "rms_norm backward": (rms_norm._backward_held, {**HELD, **WEIGHT, "SHARES": 1, "STAGES": 3}, 8),
+    "rms_norm backward, shares": (
+        rms_norm._backward_held,
+        {"ROWS": 1, "COLUMNS": 8192, **WEIGHT, "SHARES": 2, "STAGES": 2},
+        16,
+    ),
+    "rms_norm backward, sums of rows": (rms_norm._backward_rows, {"LINES": 1024, "LINE": 8, **WEIGHT}, 8),
+    "rms_norm backward, columns": (
+        rms_norm._backward_columns,
+        {"ROWS": 4, "COLUMNS": 1024, **WEIGHT, "SUMS": 16, "STAGES": 3},
+        8,
+    ),
+    "rms_norm dweight": (rms_norm._add_parts, {"ROWS": 256, "COLUMNS": 32}, 8),
     "cross_entropy": (
         cross_entropy._cross_entropy,
-        {"HAS_CAP": True, "SMOOTH": True, "STATS": True, "GRADIENT": True, "BLOCK": 4096},
-        8,
+        {"HAS_CAP": True, "SMOOTH": True, "STATS": True, "GRADIENT": True, **LONG, "STAGES": 3},
+        32,
     ),
     "embedding forward": (embedding._gather, {"BLOCK": 2048}, 4),
     "embedding backward": (embedding._sum_chunks, {"CHUNK": 32, "BLOCK": 1024}, 4),
@@ -61,6 +93,157 @@ def test_kernel_compiles_and_fits(name, target):
         options={"num_warps": min(warps, 1024 // gpu.warp_size)},
     )
     assert compiled.metadata.shared <= shared_memory
+
+
+CALLS = {
+    "softmax_forward": lambda x, n: softmax.softmax_forward(x),
+    "softmax_backward": lambda x, n: softmax.softmax_backward(x, x),
+    "rms_norm_forward": lambda x, n: rms_norm.rms_norm_forward(x, x[0], 1e-6, 0.0),
+    "rms_norm_backward": lambda x, n: rms_norm.rms_norm_backward(x, x, x[0], n.float(), 1e-6, 0.0),
+    "cross_entropy_forward": lambda x, n: cross_entropy.cross_entropy_forward(x, n, -100, 0.1, 0.1, None),
+    "cross_entropy_both": lambda x, n: cross_entropy.cross_entropy_forward_backward(n, x, n, -100, 0.1, 0.1, 9.0),
+}
+
+
+@pytest.mark.parametrize("width", [128, 4096, 16384, 32768, 131072, 50257])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("op", CALLS)
+def test_row_kernels_keep_to_the_registers(op, dtype, width, monkeypatch, tmp_path):
+    """What the launchers launch for rows of this width, compiled for sm_90, spills nothing."""
+    cuobjdump = Path(triton.__path__[0], "backends", "nvidia", "bin", "cuobjdump")
+    if not cuobjdump.exists():
+        pytest.skip("the installed triton has no cuobjdump")
+    launches = []
+    for module in (softmax, rms_norm, cross_entropy):
+        monkeypatch.setattr(module, "launch", lambda *launch: launches.append(launch))
+    for rows in (1, 4096):  # split, and walked or held
+        CALLS[op](torch.empty(rows, width, dtype=dtype, device="meta"), torch.empty(rows, dtype=int, device="meta"))
+    compiled = {}
+    for kernel, _, tensors, numbers, constants, warps in launches:
+        values = (*tensors, *numbers, *constants)
+        signature, constexprs, attributes = {}, {}, {}
+        for place, (name, value) in enumerate(zip(kernel.arg_names, values, strict=True)):
+            if place >= len(values) - len(constants) or value is None:
+                signature[name], constexprs[name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[name] = SHORT[value.dtype]
+                attributes[(place,)] = [["tt.divisibility", 16]]
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+                if isinstance(value, int) and value % 16 == 0:
+                    attributes[(place,)] = [["tt.divisibility", 16]]
+        compiled[kernel, constants, warps] = triton.compile(
+            ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes),
+            target=TARGETS["sm_90"][0],
+            options={"num_warps": warps},
+        )
+    assert compiled
+    for (kernel, constants, warps), binary in compiled.items():
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(binary.asm["cubin"])
+        usage = subprocess.run(
+            [cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+        ).stdout
+        assert re.search(r"STACK:0\b", usage), (kernel.fn.__name__, constants, warps, usage)
+        assert binary.metadata.shared <= TARGETS["sm_90"][1]
+
+
+FLAGS = Flags(left=-1, right=0, scale=0.125, softcap=0.0, deterministic=True)
+ALL_FLAGS = Flags(left=99, right=0, scale=0.125, softcap=30.0, deterministic=True)
+
+
+def _decode(empty, d, page_size, flags, rows, splits):
+    table = empty(2, 4096 // page_size, dtype=torch.int32) if page_size else None
+    cache = empty(9, 8, page_size, d) if page_size else empty(2, 8, 4096, d)
+    sink = empty(8 * rows, dtype=torch.float32) if flags.softcap else None
+    lengths = empty(2, dtype=torch.int32)
+    decode.attention_decode(empty(2, 8 * rows, 1, d), cache, cache, lengths, table, sink, flags, splits)
+
+
+def _probs(empty, d, flags, backward):
+    q, k = empty(1, 4, 4096, d), empty(1, 2, 4096, d)
+    others: list = [None] * 5
+    if flags.softcap:
+        rows, lengths = empty(4096, dtype=torch.int64), empty(1, dtype=torch.int32)
+        others = [rows, empty(1, 1, 4096, 4096, dtype=torch.bool), empty(1, 1, 4096, 4096), lengths, empty(4)]
+    if backward:
+        scores = empty(1, 4, 4096, 4096)
+        probs.attention_probs_backward(scores, scores, q, k, *others, flags, bool(flags.softcap), bool(flags.softcap))
+    else:
+        probs.attention_probs(q, k, *others, flags)
+
+
+def _merge(empty, d, parts):
+    outs, lses = [empty(2, 8, 512, d)] * parts, [empty(2, 8, 512, dtype=torch.float32)] * parts
+    merge.merge_attention(outs, lses)
+    merge.merge_attention_backward(outs[0], lses[0], outs, lses, outs[0], lses[0])
+
+
+# The call, and whether what it launches on sm_90 keeps to the registers.
+ATTENTION_CALLS = {
+    **{f"decode, {d}": (lambda e, d=d: _decode(e, d, 0, FLAGS, 4, 8), True) for d in (64, 128, 256, 512)},
+    "decode, one share": (lambda e: _decode(e, 128, 0, FLAGS, 4, 1), True),
+    "decode, many rows": (lambda e: _decode(e, 128, 0, FLAGS, 32, 8), True),
+    "decode, pages of 64, all flags": (lambda e: _decode(e, 128, 64, ALL_FLAGS, 4, 8), True),
+    "decode, pages of 16, all flags": (lambda e: _decode(e, 128, 16, ALL_FLAGS, 4, 1), True),
+    "probs, 128": (lambda e: _probs(e, 128, FLAGS, False), True),
+    "probs backward, 128": (lambda e: _probs(e, 128, FLAGS, True), True),
+    "probs backward, 512, all flags": (lambda e: _probs(e, 512, ALL_FLAGS, True), False),
+    "merge, eight parts": (lambda e: _merge(e, 80, 8), True),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ATTENTION_CALLS)
+def test_what_attention_launches_compiles_and_fits(name, dtype, target, monkeypatch, tmp_path):
+    call, in_registers = ATTENTION_CALLS[name]
+    launches = []
+    for module in (launching, probs, merge):
+        monkeypatch.setattr(module, "launch", lambda *launch: launches.append(launch))
+    for module in (decode, probs):
+        monkeypatch.setattr(module, "architecture", lambda device: target)
+        if target == "gfx942":
+            monkeypatch.setattr(module, "dot_precision", lambda dtype: "ieee")
+    call(lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device="meta"))
+    assert launches
+    for launch in launches:
+        compiled = _compile(launch, TARGETS[target][0])
+        assert compiled.metadata.shared <= TARGETS[target][1]
+        if target == "sm_90" and in_registers:
+            assert _stack(compiled, tmp_path) == 0
+
+
+def _compile(launch, gpu):
+    kernel, _, tensors, numbers, constants, *options = launch  # the options end with a limit of registers, or earlier
+    values = (*tensors, *numbers, *constants)
+    signature, constexprs, attributes = {}, {}, {}
+    for place, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
+        if place >= len(values) - len(constants) or value is None:
+            signature[parameter.name], constexprs[parameter.name] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = POINTER_TYPES[value.dtype]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, torch.Tensor) or (value % 16 == 0 and not parameter.do_not_specialize):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    return triton.compile(
+        ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes),
+        target=gpu,
+        options=dict(zip(("num_warps", "num_stages"), options, strict=False)),
+    )
+
+
+def _stack(compiled, tmp_path) -> int:
+    """Bytes of stack a thread has: what the registers do not hold."""
+    cuobjdump = Path(triton.__path__[0], "backends", "nvidia", "bin", "cuobjdump")
+    if not cuobjdump.exists():
+        pytest.skip("the installed triton has no cuobjdump")
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run([cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", usage.stdout).group(1))
 
 
 def _type(argument: str, constants: dict[str, int]) -> str:

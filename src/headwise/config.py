@@ -3,6 +3,7 @@
 ======================  ==========================================================================
 ``HEADWISE_BACKEND``    the backend every call uses unless it names one itself (``cpu``, ``triton``, …)
 ``HEADWISE_VALIDATE``   ``1``: read ids, targets, lengths and tables back and raise on the first bad value
+``HEADWISE_TILES``      a tile table written by ``headwise tune``, used in place of the ones that come with Headwise
 ``TRITON_INTERPRET``    ``1``: Triton's own: kernels run in its interpreter, on CPU tensors, without a GPU
 ======================  ==========================================================================
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 class Settings:
     backend: str | None = None
     validate: bool = False
+    tiles: str | None = None
     triton_interpret: bool = False
 
     @staticmethod
@@ -24,6 +26,7 @@ class Settings:
         return Settings(
             backend=os.environ.get("HEADWISE_BACKEND") or None,
             validate=_is_on("HEADWISE_VALIDATE"),
+            tiles=os.environ.get("HEADWISE_TILES") or None,
             triton_interpret=_is_on("TRITON_INTERPRET"),
         )
 

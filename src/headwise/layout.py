@@ -13,7 +13,9 @@ from torch import Tensor
 
 def empty_like_heads(x: Tensor, last: int) -> Tensor:
     """Uninitialised ``(B, H, S, last)`` in the layout of x ``(B, H, S, D)``."""
-    batch, heads, length, _ = x.shape
+    batch, heads, length, dim = x.shape
+    if dim == last and x.is_contiguous():
+        return torch.empty_like(x)
     if x.stride(1) < x.stride(2):
         return x.new_empty((batch, length, heads, last)).transpose(1, 2)
     return x.new_empty((batch, heads, length, last))

@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from headwise.benchmark.case import OURS, PeakMemory
-from headwise.benchmark.runner import CaseResult, Measurement, Verdict
+from headwise.benchmark.case import OURS, AtLeast, SameRate, Within, concerned
+from headwise.benchmark.roofs import Roof
+from headwise.benchmark.runner import CaseResult, Measurement
+from headwise.benchmark.timing import Spread
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Machine:
     headwise: str
     python: str
     date: str
+    triton: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Row:
     case: str
     direction: str
     contender: str
-    role: str  # ours, peer, or yardstick (it computes something else)
+    role: str  # ours, peer, yardstick (it computes something else), or roof (what the machine can do)
     status: str  # ok; refused: the result fails its error budget; error: it raised; absent: this machine lacks the peer
     detail: str
     quick: bool
@@ -62,10 +65,32 @@ class Row:
     headwise: str
     python: str
     date: str
+    triton: str
+    timed: str  # device, graph, calls or host: see headwise.benchmark.timing
+    required_ratio: float | None  # what `ratio` must reach, where that is required
 
 
 COLUMNS = [field.name for field in fields(Row)]
 CASE_COLUMNS = ("suite", "group", "case", "direction")
+ROOFS = "roofs"  # the group of the rows that say what the machine can do
+
+
+_UNMEASURED: dict[str, Any] = dict.fromkeys(
+    (
+        "rounds",
+        "median_ms",
+        "p20_ms",
+        "p80_ms",
+        "gflops_per_s",
+        "gbytes_per_s",
+        "peak_extra_bytes",
+        "ratio",
+        "ratio_p20",
+        "ratio_p80",
+        "error_budget_share",
+        "required_ratio",
+    )
+)
 
 
 def rows(result: CaseResult, suite: str, dtype: str, machine: Machine, quick: bool) -> list[Row]:
@@ -73,22 +98,7 @@ def rows(result: CaseResult, suite: str, dtype: str, machine: Machine, quick: bo
     case = result.case
 
     def row(contender: str, role: str, status: str, detail: str, **measured: Any) -> Row:
-        unmeasured = dict.fromkeys(
-            (
-                "rounds",
-                "median_ms",
-                "p20_ms",
-                "p80_ms",
-                "gflops_per_s",
-                "gbytes_per_s",
-                "peak_extra_bytes",
-                "ratio",
-                "ratio_p20",
-                "ratio_p80",
-                "error_budget_share",
-            )
-        )
-        verdicts = [v for v in result.verdicts if concerns(v) == contender]
+        verdicts = [v for v in result.verdicts if concerned(v.requirement) == contender]
         return Row(
             suite=suite,
             group=case.group,
@@ -101,10 +111,9 @@ def rows(result: CaseResult, suite: str, dtype: str, machine: Machine, quick: bo
             quick=quick,
             requirement="; ".join(str(v.requirement) for v in verdicts),
             outcome="; ".join(v.outcome for v in verdicts),
-            flops=case.flops,
-            bytes=case.bytes,
             dtype=dtype,
-            **{**unmeasured, **measured},
+            timed=case.timed,
+            **{**_UNMEASURED, "flops": case.flops, "bytes": case.bytes, **measured},
             **asdict(machine),
         )
 
@@ -123,25 +132,67 @@ def rows(result: CaseResult, suite: str, dtype: str, machine: Machine, quick: bo
     return made + [row(name, "peer", "absent", why) for name, why in result.absent.items()]
 
 
-def concerns(verdict: Verdict) -> str:
-    """The contender in whose row a requirement stands."""
-    return OURS if isinstance(verdict.requirement, PeakMemory) else verdict.requirement.peer
+def roof_row(roof: Roof, suite: str, machine: Machine, quick: bool) -> Row:
+    return Row(
+        suite=suite,
+        group=ROOFS,
+        case=roof.name,
+        direction="forward",
+        contender="PyTorch",
+        role="roof",
+        status="ok",
+        detail="",
+        quick=quick,
+        requirement="",
+        outcome="",
+        dtype=roof.dtype,
+        timed="device",
+        flops=roof.flops,
+        bytes=roof.bytes,
+        **{**_UNMEASURED, **_speed(roof.seconds, roof.flops, roof.bytes), "rounds": roof.rounds},
+        **asdict(machine),
+    )
+
+
+def required_ratio(result: CaseResult, measured: Measurement) -> float | None:
+    """What the ratio to this contender must reach."""
+    ours = result.measurement(OURS)
+    for requirement in result.case.requirements:
+        match requirement:
+            case AtLeast(ratio, measured.contender):
+                return ratio
+            case Within(factor, measured.contender):
+                return 1 / factor
+            case SameRate(share, measured.contender) if ours is not None:
+                return share * measured.flops / ours.flops
+    return None
 
 
 def _numbers(result: CaseResult, measured: Measurement) -> dict[str, Any]:
-    case, seconds, ratio = result.case, measured.seconds, measured.ratio
+    # A yardstick with work of its own says nothing about the bytes of that.
+    moved = result.case.bytes if measured.flops == result.case.flops else 0.0
+    ratio = measured.ratio
     return {
+        **_speed(measured.seconds, measured.flops, moved),
         "rounds": measured.rounds,
-        "median_ms": seconds.median * 1e3,
-        "p20_ms": seconds.low * 1e3,
-        "p80_ms": seconds.high * 1e3,
-        "gflops_per_s": case.flops / seconds.median / 1e9 if case.flops else None,
-        "gbytes_per_s": case.bytes / seconds.median / 1e9 if case.bytes else None,
+        "flops": measured.flops,
+        "bytes": moved,
         "peak_extra_bytes": measured.peak_extra_bytes,
         "ratio": ratio and ratio.median,
         "ratio_p20": ratio and ratio.low,
         "ratio_p80": ratio and ratio.high,
         "error_budget_share": result.budget_share if measured.contender == OURS else None,
+        "required_ratio": required_ratio(result, measured),
+    }
+
+
+def _speed(seconds: Spread, flops: float, moved: float) -> dict[str, Any]:
+    return {
+        "median_ms": seconds.median * 1e3,
+        "p20_ms": seconds.low * 1e3,
+        "p80_ms": seconds.high * 1e3,
+        "gflops_per_s": flops / seconds.median / 1e9 if flops else None,
+        "gbytes_per_s": moved / seconds.median / 1e9 if moved else None,
     }
 
 
@@ -164,19 +215,27 @@ def write_csv(path: Path, new: list[Row], known_cases: Iterable[tuple[str, ...]]
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(old)
-        writer.writerows({name: _text(value) for name, value in asdict(row).items()} for row in new)
+        writer.writerows(as_text(row) for row in new)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """The rows as text; a file with other columns (of another version) counts as empty."""
+    """The rows as text. Columns that the file lacks (it is of an older version) are empty; a foreign file has no rows."""
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
-        return list(reader) if reader.fieldnames == COLUMNS else []
+        known = set(CASE_COLUMNS) <= set(reader.fieldnames or ()) <= set(COLUMNS)
+        return [{name: row.get(name) or "" for name in COLUMNS} for row in reader] if known else []
 
 
 def _case_of(row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(str(row[name]) for name in CASE_COLUMNS)
 
 
-def _text(value: Any) -> Any:
-    return f"{value:.6g}" if isinstance(value, float) else value
+def as_text(row: Row) -> dict[str, str]:
+    """As it stands in the CSV."""
+    return {name: _text(value) for name, value in asdict(row).items()}
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

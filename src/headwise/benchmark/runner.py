@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import gc
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from headwise.backends.registry import use_backend
-from headwise.benchmark import correctness, memory, timing
+from headwise.benchmark import correctness, inputs, memory, timing
 from headwise.benchmark.case import (
     OURS,
+    Absent,
     AtLeast,
+    Bandwidth,
     BenchCase,
     BenchSuite,
     Contender,
     Direction,
+    OwnLeaves,
     PeakMemory,
     Requirement,
+    SameRate,
+    TimeLimit,
     Within,
 )
 from headwise.testing import Arguments, Maker, Outputs, TensorError, compare_all, upcast
@@ -36,6 +42,7 @@ class Measurement:
 
     contender: str
     yardstick: bool
+    flops: float  # its work, which is the case's unless it is a yardstick with work of its own
     seconds: timing.Spread
     rounds: int
     peak_extra_bytes: int
@@ -67,13 +74,34 @@ class CaseResult:
         return max((e.usage for e in self.errors), default=0.0)
 
 
+Call = Callable[[], tuple[Tensor, ...]]
+
+
 @dataclass
 class _Runner:
-    """A contender with its inputs bound: `results` for the gate, `action` for clock and memory."""
+    """A contender with its inputs bound: a call per set of inputs, to be run inside `scope`."""
 
     contender: Contender
-    action: Callable[[], tuple[Tensor, ...]]
-    results: Callable[[], Outputs]
+    calls: list[Call]
+    names: list[str]  # of the tensors that a call gives
+    scope: timing.Scope
+
+    def once(self) -> Outputs:
+        """The results on the first set of inputs."""
+        with self.scope():
+            return dict(zip(self.names, self.calls[0](), strict=True))
+
+    def lap(self) -> timing.Action:
+        """The call on every set of inputs in turn."""
+        calls = self.calls
+        if len(calls) == 1:
+            return calls[0]
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        return run
 
 
 def run_case(
@@ -91,30 +119,46 @@ def run_case(
     result = CaseResult(case)
     try:
         with use_backend(suite.backend):
-            _run(result, suite, plan, judged, clock or timing.clock_for(suite.device))
+            _run(result, suite, plan, judged, clock or timing.clock_for(suite.device, case.timed))
     except Exception as error:  # one broken case must not cost the others of a long run
         result.status, result.detail = "error", f"{type(error).__name__}: {error}"
     gc.collect()
+    if suite.device == "cuda":
+        torch.cuda.empty_cache()  # what one case kept may be what the next one needs
     return result
 
 
 def _run(result: CaseResult, suite: BenchSuite, plan: timing.Plan, judged: bool, clock: timing.Clock) -> None:
     case = result.case
-    maker = Maker(suite.dtype, torch.device(suite.device), seed=zlib.crc32(case.key.encode()))
+    maker = inputs.maker(case.dtype or suite.dtype, suite.device, seed=zlib.crc32(case.key.encode()))
     arguments = case.make(maker)
-    runners, grad_out = _bind_all(result, arguments, maker)
+    sets = [arguments]
+    if case.timed != "host":  # Python does not care what is in the GPU's cache
+        sets += [case.make(maker) for _ in range(inputs.sets_needed(arguments, suite.device) - 1)]
+    runners, grad_out = _bind_all(result, sets, maker)
 
     result.detail = _refusal(result, runners, arguments, grad_out)
     if result.detail:
         result.status = "refused"
         return
-    peaks = {name: memory.peak_extra(r.action, suite.device) for name, r in runners.items()}
-    seconds = timing.interleave({name: r.action for name, r in runners.items()}, clock, plan)
+    peaks = {}
     for name, runner in runners.items():
+        with runner.scope():
+            peaks[name] = memory.peak_extra(runner.calls[0], suite.device)
+    laps = {name: runner.lap() for name, runner in runners.items()}
+    if case.timed == "graph" and suite.device == "cuda":
+        laps = _captured(result, runners)
+    if plan.most_calls is not None:
+        plan = replace(plan, most_calls=max(1, plan.most_calls // len(sets)))
+    lap_seconds = timing.interleave(laps, clock, plan, {name: r.scope for name, r in runners.items()})
+    seconds = {name: [s / len(sets) for s in of_lap] for name, of_lap in lap_seconds.items()}
+    for name in laps:
+        contender = runners[name].contender
         result.measurements.append(
             Measurement(
                 contender=name,
-                yardstick=runner.contender.yardstick,
+                yardstick=contender.yardstick,
+                flops=case.flops if contender.flops is None else contender.flops,
                 seconds=timing.Spread.of(seconds[name]),
                 rounds=len(seconds[name]),
                 peak_extra_bytes=peaks[name],
@@ -124,72 +168,113 @@ def _run(result: CaseResult, suite: BenchSuite, plan: timing.Plan, judged: bool,
     result.verdicts = [Verdict(r, _outcome(result, r) if judged else "not judged") for r in case.requirements]
 
 
-def _bind_all(result: CaseResult, arguments: Arguments, maker: Maker) -> tuple[dict[str, _Runner], Tensor | None]:
-    """Every contender this machine has, and the gradient of the output that all of them are given."""
+def _bind_all(result: CaseResult, sets: list[Arguments], maker: Maker) -> tuple[dict[str, _Runner], Tensor | None]:
+    """Every contender this machine has; and the gradient of the output that all of them are given with the first set."""
     case = result.case
-    grad_out: Tensor | None = None
+    grads: list[Tensor] = []  # of the output, one per set
     runners: dict[str, _Runner] = {}
     for contender in case.contenders():
-        values: Arguments = arguments
-        leaves: dict[str, Tensor] = {}
-        if case.direction != "forward":
-            values, leaves = correctness.with_leaves(arguments, case.differentiable)
+        scope = _scope(contender, case.direction)
         try:
-            call = contender.prepare(values)
-        except ImportError as error:
+            with scope():
+                calls = [_bind(case, contender, arguments, grads, i, maker) for i, arguments in enumerate(sets)]
+        except (ImportError, Absent) as error:
             if contender.name == OURS:
                 raise
             result.absent[contender.name] = str(error)
             continue
-        if case.direction != "forward" and grad_out is None:
-            out = call().detach()
-            # A scalar loss gets the gradient 1 that loss.backward() gives it.
-            grad_out = maker.normal(*out.shape, dtype=out.dtype) if out.dim() else torch.ones_like(out)
-        runners[contender.name] = _bind(case.direction, contender, call, leaves, grad_out)
-    return runners, grad_out
+        gradients = [f"grad of {name}" for name in case.differentiable]
+        names = {"forward": ["out"], "backward": gradients, "forward+backward": ["out", *gradients]}[case.direction]
+        runners[contender.name] = _Runner(contender, calls, names, scope)
+    return runners, grads[0] if grads else None
+
+
+def _scope(contender: Contender, direction: Direction) -> timing.Scope:
+    @contextmanager
+    def scope() -> Iterator[None]:
+        with contender.scope(), torch.set_grad_enabled(direction != "forward" and not contender.explicit):
+            yield
+
+    return scope
 
 
 def _bind(
-    direction: Direction,
-    contender: Contender,
-    call: Callable[[], Tensor],
-    leaves: dict[str, Tensor],
-    grad_out: Tensor | None,
-) -> _Runner:
-    # A yardstick leaves some arguments unused (plain attention has no sink); nobody else may.
-    targets = list(leaves.values())
-    # The backward alone is timed on a graph that is kept, the same way for everybody.
-    kept = call() if direction == "backward" else None
-
-    def forward() -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return (call(),)
+    case: BenchCase, contender: Contender, arguments: Arguments, grads: list[Tensor], index: int, maker: Maker
+) -> Call:
+    """The call of a contender on set ``index`` of the inputs; the first contender draws the gradient of the output."""
+    values, leaves = arguments, dict[str, Tensor]()
+    if case.direction != "forward" and not contender.explicit:
+        values, leaves = correctness.with_leaves(arguments, case.differentiable)
+    call: Callable[[], Any] = contender.prepare(values)
+    if case.direction == "forward":
+        return lambda: (call(),)
+    out: Tensor = call()[0] if contender.explicit else call()
+    if len(grads) == index:
+        grads.append(_gradient(out, maker))
+    if contender.explicit:
+        return call
+    # A yardstick may leave arguments unused (plain attention has no sink) or give another shape; nobody else may.
+    targets, unused, grad_out = list(leaves.values()), contender.yardstick, grads[index]
+    if isinstance(call, OwnLeaves):
+        targets = list(call.leaves)
+    if contender.yardstick and out.shape != grad_out.shape:
+        grad_out = _gradient(out, maker)
 
     def backward() -> tuple[Tensor, ...]:
-        assert kept is not None
-        return torch.autograd.grad(kept, targets, grad_out, retain_graph=True, allow_unused=contender.yardstick)
+        # Timed on a graph that is kept, the same way for everybody.
+        return torch.autograd.grad(out, targets, grad_out, retain_graph=True, allow_unused=unused)
 
     def forward_backward() -> tuple[Tensor, ...]:
-        out = call()
-        return (out.detach(), *torch.autograd.grad(out, targets, grad_out, allow_unused=contender.yardstick))
+        again = call()
+        return (again.detach(), *torch.autograd.grad(again, targets, grad_out, allow_unused=unused))
 
-    gradients = [f"grad of {name}" for name in leaves]
-    action, names = {
-        "forward": (forward, ["out"]),
-        "backward": (backward, gradients),
-        "forward+backward": (forward_backward, ["out", *gradients]),
-    }[direction]
+    return backward if case.direction == "backward" else forward_backward
 
-    def results() -> Outputs:
-        return dict(zip(names, action(), strict=True))
 
-    return _Runner(contender, action, results)
+def _gradient(out: Tensor, maker: Maker) -> Tensor:
+    """For this output. A scalar loss gets the 1 that loss.backward() gives it."""
+    return maker.normal(*out.shape, dtype=out.dtype) if out.dim() else torch.ones_like(out.detach())
+
+
+def _captured(result: CaseResult, runners: dict[str, _Runner]) -> dict[str, timing.Action]:
+    """Each contender's lap as the replay of a CUDA graph, which must give what the plain call gave."""
+    laps: dict[str, timing.Action] = {}
+    for name, runner in runners.items():
+        try:
+            with runner.scope():
+                laps[name] = _capture(runner.lap(), runner.calls[0])
+        except Exception as error:
+            if name == OURS:
+                raise
+            result.absent[name] = f"cannot be captured in a CUDA graph: {type(error).__name__}: {error}"
+    return laps
+
+
+def _capture(lap: timing.Action, first: Call) -> timing.Action:
+    expected = [x.clone() for x in first()]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        lap()
+    torch.cuda.current_stream().wait_stream(side)
+    alone, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(alone):
+        replayed = first()
+    alone.replay()
+    difference = correctness.disagreement(
+        {str(i): x for i, x in enumerate(replayed)}, {str(i): x for i, x in enumerate(expected)}
+    )
+    if difference:
+        raise RuntimeError(f"the replay of a CUDA graph gives another result: {difference}")
+    with torch.cuda.graph(graph):
+        lap()
+    return graph.replay
 
 
 def _refusal(result: CaseResult, runners: dict[str, _Runner], arguments: Arguments, grad_out: Tensor | None) -> str:
     """Why the case may not be reported; empty where all is well."""
     case = result.case
-    ours = runners[OURS].results()
+    ours = runners[OURS].once()
     picked = case.check.pick(ours)
     truth = case.check.compute(upcast(arguments, torch.float64), grad_out)
     plain = case.check.compute(arguments, grad_out)
@@ -201,21 +286,32 @@ def _refusal(result: CaseResult, runners: dict[str, _Runner], arguments: Argumen
     for name, runner in runners.items():
         if name == OURS or runner.contender.yardstick:
             continue
-        difference = correctness.disagreement(ours, runner.results())
+        difference = correctness.disagreement(ours, runner.once())
         if difference:
             return f"{name} computes something else: {difference}"
     return ""
 
 
 def _outcome(result: CaseResult, requirement: Requirement) -> Outcome:
+    good: bool | None = None
+    ours = result.measurement(OURS)
+    assert ours is not None
     match requirement:
-        case AtLeast(ratio, peer):
-            measured = result.measurement(peer)
-            good = None if measured is None or measured.ratio is None else measured.ratio.median >= ratio
+        case AtLeast(least, peer):
+            good = _reaches(result.measurement(peer), least)
         case Within(factor, peer):
-            measured = result.measurement(peer)
-            good = None if measured is None or measured.ratio is None else measured.ratio.median >= 1 / factor
+            good = _reaches(result.measurement(peer), 1 / factor)
+        case SameRate(share, peer):
+            other = result.measurement(peer)
+            good = _reaches(other, share * other.flops / ours.flops) if other is not None else None
         case PeakMemory(limit):
-            measured = result.measurement(OURS)
-            good = None if measured is None else measured.peak_extra_bytes <= limit
+            good = ours.peak_extra_bytes <= limit
+        case Bandwidth(terabytes):
+            good = result.case.bytes / ours.seconds.median >= terabytes * 1e12
+        case TimeLimit(microseconds):
+            good = ours.seconds.median <= microseconds * 1e-6
     return "not judged" if good is None else "met" if good else "missed"
+
+
+def _reaches(measured: Measurement | None, ratio: float) -> bool | None:
+    return None if measured is None or measured.ratio is None else measured.ratio.median >= ratio

@@ -13,13 +13,21 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 Action = Callable[[], object]
+Scope = Callable[[], AbstractContextManager[Any]]
+
+# What is timed, on a GPU (on the CPU all are the same):
+#   device  the kernels: the queue is kept full, so that a GPU that waits for Python does not count
+#   graph   the same, with the calls captured in a CUDA graph and replayed
+#   calls   plain calls in a row, waiting for Python included
+#   host    what a call costs in Python, the kernels not included
+Timed = Literal["device", "graph", "calls", "host"]
 
 
 class Clock(Protocol):
@@ -38,21 +46,53 @@ class WallClock:
 
 
 class CudaClock:
-    """Events on the stream: device time from the first kernel of the first call to the last kernel of the last."""
+    """Events on the stream: device time from the first kernel of the first call to the last kernel of the last.
+
+    queue_first: the GPU is kept busy with nothing until the host is well ahead of it, so that the time of the kernels
+    shows and not that of the Python that launches them.
+    """
+
+    def __init__(self, queue_first: bool) -> None:
+        self._queue_first = queue_first
+        self._host_s: dict[Action, float] = {}  # what a call took to be queued, last time
 
     def measure(self, action: Action, calls: int) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
+        if self._queue_first:
+            lead_s = min(1.25 * calls * self._host_s.get(action, 0.0) + 20e-6, _LONGEST_LEAD_S)
+            torch.cuda._sleep(int(lead_s * _CYCLES_PER_S))
         start.record()
+        before = time.perf_counter()
         for _ in range(calls):
             action()
+        self._host_s[action] = (time.perf_counter() - before) / calls
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1e3 / calls
 
 
-def clock_for(device: str) -> Clock:
-    return CudaClock() if device == "cuda" else WallClock()
+_CYCLES_PER_S = 2e9  # a GPU that is slower than this sleeps a little longer, which does no harm
+_LONGEST_LEAD_S = 0.1
+
+
+class HostClock:
+    """What it takes to queue a call: the clock stops before the kernels are done."""
+
+    def measure(self, action: Action, calls: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            action()
+        seconds = (time.perf_counter() - start) / calls
+        torch.cuda.synchronize()
+        return seconds
+
+
+def clock_for(device: str, timed: Timed = "device") -> Clock:
+    if device != "cuda":
+        return WallClock()
+    return HostClock() if timed == "host" else CudaClock(queue_first=timed != "calls")
 
 
 @dataclass(frozen=True)
@@ -63,14 +103,13 @@ class Plan:
     target_s: float = 8.0
     cap_s: float = 90.0  # no round begins after this, once MIN_LONG_ROUNDS are done
     sample_s: float = 0.02  # a sample is as many calls as fill this, so that the clock's own grain does not show
+    most_calls: int | None = None  # in a sample; a GPU's queue holds about a thousand launches
     seed: int = 0
 
 
 WARM_UPS = 2
 MIN_ROUNDS, MIN_LONG_ROUNDS, MAX_ROUNDS = 7, 3, 30
 LONG_ROUND_S = 6.0  # rounds longer than this are "long": three of them do
-
-QUICK = Plan(repeats=3, sample_s=0.002)
 
 
 @dataclass(frozen=True)
@@ -89,18 +128,22 @@ class Spread:
         return Spread(statistics.median(values), fifths[0], fifths[3])
 
 
-def interleave(actions: Mapping[str, Action], clock: Clock, plan: Plan) -> dict[str, list[float]]:
-    """Seconds per call of every action, one value per round, round by round."""
+def interleave(
+    actions: Mapping[str, Action], clock: Clock, plan: Plan, scopes: Mapping[str, Scope] | None = None
+) -> dict[str, list[float]]:
+    """Seconds per call of every action, one value per round, round by round; a sample is taken inside its scope."""
     order = random.Random(plan.seed)
     seconds: dict[str, list[float]] = {name: [] for name in actions}
+    scope_of: dict[str, Scope] = {name: (scopes or {}).get(name, nullcontext) for name in actions}
     with _no_garbage_collection():
-        calls = {name: _calls_per_sample(action, clock, plan) for name, action in actions.items()}
+        calls = {name: _calls_per_sample(action, clock, plan, scope_of[name]) for name, action in actions.items()}
         start = time.monotonic()
         rounds = plan.repeats or MAX_ROUNDS
         done = 0
         while done < rounds:
             for name in order.sample(list(actions), len(actions)):
-                seconds[name].append(clock.measure(actions[name], calls[name]))
+                with scope_of[name]():
+                    seconds[name].append(clock.measure(actions[name], calls[name]))
             done += 1
             elapsed = time.monotonic() - start
             if plan.repeats is None:
@@ -120,12 +163,14 @@ def _rounds(round_s: float, plan: Plan) -> int:
     return min(MAX_ROUNDS, max(least, int(plan.target_s / max(round_s, 1e-9))))
 
 
-def _calls_per_sample(action: Action, clock: Clock, plan: Plan) -> int:
+def _calls_per_sample(action: Action, clock: Clock, plan: Plan, scope: Scope) -> int:
     """Warms the action up, and finds how many calls fill a sample."""
     seconds = 0.0
-    for _ in range(WARM_UPS):
-        seconds = clock.measure(action, 1)
-    return max(1, math.ceil(plan.sample_s / seconds)) if seconds > 0 else 1
+    with scope():
+        for _ in range(WARM_UPS):
+            seconds = clock.measure(action, 1)
+    calls = max(1, math.ceil(plan.sample_s / seconds)) if seconds > 0 else 1
+    return calls if plan.most_calls is None else min(calls, plan.most_calls)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The command line: ``headwise env | explain | check | bench | tour``.
+"""The command line: ``headwise env | explain | check | bench | tune | tour``.
 
 One module per subcommand, each with ``add_parser(subparsers)`` and ``run(args) -> int`` (the exit code). Only the
 module of the subcommand asked for is imported.
@@ -21,6 +21,7 @@ COMMANDS = {
     "explain": "every backend's verdict on a call, and which one is chosen",
     "check": "run the conformance cases on this machine, against the error budget",
     "bench": "measure speed and memory against other implementations",
+    "tune": "measure tile sizes on this GPU and write them to a table",
     "tour": "a short tour of the ops, with their results",
 }
 

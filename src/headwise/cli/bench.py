@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from headwise.benchmark import report, timing
-from headwise.benchmark.case import OURS, BenchCase, BenchSuite, matches
+from headwise.benchmark import report, roofs
+from headwise.benchmark.case import OURS, BenchCase, BenchSuite, concerned, matches
 from headwise.benchmark.runner import CaseResult, Measurement, Verdict, run_case
 from headwise.benchmark.suites import SUITES, load
 from headwise.cli import _terminal, env
@@ -36,7 +36,11 @@ _BRIEF_DIRECTION = {"forward": "fwd", "backward": "bwd", "forward+backward": "fw
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="measure speed and memory", description=__doc__)
     parser.add_argument("--suite", default="cpu", help=f"one of: {', '.join(SUITES)} (default: cpu)")
+    parser.add_argument("--group", action="append", metavar="NAME", help="only this group (may be repeated)")
     parser.add_argument("--filter", metavar="TEXT", help="only cases whose name has every word of TEXT")
+    parser.add_argument(
+        "--without", action="append", metavar="PEER", help="leave this peer out, one that compiles for long, say"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="tiny sizes: proves that it runs, measures nothing of worth"
     )
@@ -48,42 +52,68 @@ def add_parser(subparsers: Any) -> None:
         "--out", type=Path, metavar="DIR", help=f"folder of the CSV (default: {DEFAULT_FOLDER}; quick: none)"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture of the ratios (PNG)")
+    parser.add_argument(
+        "--plot-csv",
+        type=Path,
+        metavar="CSV",
+        help="run nothing: draw the results of an earlier run, beside them or into --out",
+    )
     parser.add_argument("--list", action="store_true", help="name the cases and their targets, run nothing")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.plot_csv is not None:
+        return _plot_again(args.plot_csv, args.out, args.json)
     suite = _suite(args)
     every_case = suite.cases(args.quick)
-    cases = [case for case in every_case if matches(case, args.filter)]
-    if not cases:
-        raise _terminal.UsageError(f"--filter {args.filter!r} leaves no case of suite {suite.name}")
+    cases = _chosen(every_case, args)
     if args.list:
         _print_list(cases, args.json)
         return 0
-    plan = timing.QUICK if args.quick else timing.Plan()
+    if suite.device == "cuda" and not torch.cuda.is_available():
+        raise _terminal.UsageError(f"--suite {args.suite} needs a GPU that PyTorch sees, and there is none")
+    plan = replace(suite.plan, repeats=3, sample_s=0.002) if args.quick else suite.plan
     if args.repeats is not None:
-        plan = timing.Plan(repeats=args.repeats, sample_s=plan.sample_s)
+        plan = replace(plan, repeats=args.repeats)
+    known = [(suite.name, c.group, c.name, c.direction) for c in every_case]
+    folder = args.out or (None if args.quick else DEFAULT_FOLDER)
+    results: list[CaseResult] = []
     with _threads(args.threads or suite.threads):
         machine = _machine(suite)
-        results = [
-            run_case(case, suite, plan, judged=not args.quick)
-            for case in _with_progress(cases, quiet=args.json or not sys.stderr.isatty())
-        ]
-    rows = [row for r in results for row in report.rows(r, suite.name, short(suite.dtype), machine, args.quick)]
-    folder = args.out or (None if args.quick else DEFAULT_FOLDER)
-    written: list[Path] = []
-    if folder is not None:
-        path = report.csv_path(folder, suite.name, machine)
-        report.write_csv(path, rows, [(suite.name, c.group, c.name, c.direction) for c in every_case])
-        written.append(path)
-    if args.plot is not None and _plot(results, args.plot, suite, machine, args.quick):
+        path = report.csv_path(folder, suite.name, machine) if folder is not None else None
+        measured_roofs = roofs.measure(args.quick) if suite.device == "cuda" else []
+        rows = [report.roof_row(roof, suite.name, machine, args.quick) for roof in measured_roofs]
+        for case in _with_progress(cases, quiet=args.json or not sys.stderr.isatty()):
+            result = run_case(case, suite, plan, judged=not args.quick)
+            results.append(result)
+            rows += report.rows(result, suite.name, short(case.dtype or suite.dtype), machine, args.quick)
+            if path is not None:  # after every case: a run that is cut short leaves what it has
+                report.write_csv(path, rows, known)
+    written = [path] if path is not None else []
+    if args.plot is not None and _plot(rows, args.plot):
         written.append(args.plot)
     if args.json:
         _terminal.print_json(_as_json(results, rows, machine, written))
     else:
-        _print(_terminal.console(), results, suite, machine, args.quick, written)
+        _print(_terminal.console(), results, suite, machine, measured_roofs, args.quick, written)
     return 0 if all(r.status == "ok" for r in results) else 1
+
+
+def _chosen(every_case: list[BenchCase], args: argparse.Namespace) -> list[BenchCase]:
+    groups = list(dict.fromkeys(case.group for case in every_case))
+    wanted = {name.lower() for name in args.group or groups}
+    unknown = wanted - {group.lower() for group in groups}
+    if unknown:
+        raise _terminal.UsageError(f"--group {min(unknown)} is not known; there are: {', '.join(groups)}")
+    cases = [case for case in every_case if case.group.lower() in wanted and matches(case, args.filter)]
+    if not cases:
+        raise _terminal.UsageError(f"--filter {args.filter!r} leaves no case of suite {args.suite}")
+    peers = {peer.name.lower() for case in every_case for peer in case.peers}
+    out = {name.lower() for name in args.without or ()}
+    if out - peers:
+        raise _terminal.UsageError(f"--without {min(out - peers)} is no peer; there are: {', '.join(sorted(peers))}")
+    return [replace(case, peers=tuple(p for p in case.peers if p.name.lower() not in out)) for case in cases]
 
 
 def _suite(args: argparse.Namespace) -> BenchSuite:
@@ -93,10 +123,7 @@ def _suite(args: argparse.Namespace) -> BenchSuite:
         raise _terminal.UsageError(f"--threads {args.threads}: it needs at least 1")
     if args.repeats is not None and args.repeats < 1:
         raise _terminal.UsageError(f"--repeats {args.repeats}: it needs at least 1")
-    suite = load(args.suite)
-    if suite.device == "cuda" and not torch.cuda.is_available():
-        raise _terminal.UsageError(f"--suite {args.suite} needs a GPU that PyTorch sees, and there is none")
-    return suite
+    return load(args.suite)
 
 
 @contextmanager
@@ -122,6 +149,7 @@ def _machine(suite: BenchSuite) -> report.Machine:
         headwise=facts["headwise"],
         python=facts["versions"]["python"],
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        triton=facts["versions"]["triton"] or "",
     )
 
 
@@ -140,14 +168,33 @@ def _with_progress(cases: list[BenchCase], quiet: bool) -> Iterator[BenchCase]:
             progress.advance(task)
 
 
-def _plot(results: list[CaseResult], path: Path, suite: BenchSuite, machine: report.Machine, quick: bool) -> bool:
+def _plot(rows: list[report.Row], path: Path) -> bool:
     try:
-        from headwise.benchmark.plot import save_plot
+        from headwise.benchmark.plot import save_ratios
 
-        name = f"headwise {machine.headwise} · suite {suite.name}{' (quick sizes)' if quick else ''}"
-        return save_plot(results, path, f"{name}\n{_where(machine)}")
+        return save_ratios([report.as_text(row) for row in rows], path)
     except ImportError as error:
         raise _terminal.UsageError(f"--plot needs matplotlib (pip install 'headwise[bench]'): {error}") from error
+
+
+def _plot_again(csv: Path, folder: Path | None, as_json: bool) -> int:
+    try:
+        from headwise.benchmark.plot_rates import save_all
+
+        rows = report.read_csv(csv)
+        if not rows:
+            raise _terminal.UsageError(f"--plot-csv {csv} holds no results of headwise bench")
+        written = save_all(rows, folder or csv.parent, csv.stem)
+    except ImportError as error:
+        raise _terminal.UsageError(f"--plot-csv needs matplotlib (pip install 'headwise[bench]'): {error}") from error
+    except OSError as error:
+        raise _terminal.UsageError(f"--plot-csv {csv} cannot be read: {error}") from error
+    if as_json:
+        _terminal.print_json({"written": [str(path) for path in written]})
+    else:
+        for path in written:
+            _terminal.console().print(f"wrote {path}")
+    return 0
 
 
 def _where(machine: report.Machine) -> str:
@@ -160,15 +207,19 @@ def _print(
     results: list[CaseResult],
     suite: BenchSuite,
     machine: report.Machine,
+    measured_roofs: list[roofs.Roof],
     quick: bool,
     written: list[Path],
 ) -> None:
     console.print(f"[bold]headwise {machine.headwise} · suite {suite.name} · {short(suite.dtype)}[/bold]")
     console.print(Text(_where(machine), "dim"))
+    if measured_roofs:
+        console.print(Text(f"roofs of this machine: {', '.join(map(str, measured_roofs))}", "dim"))
     if quick:
         console.print(Text("Quick sizes: these numbers say that the harness runs, and nothing about speed.", "yellow"))
     for group in dict.fromkeys(result.case.group for result in results):
-        console.print(_table(group, [result for result in results if result.case.group == group]))
+        of_group = [result for result in results if result.case.group == group]
+        console.print(_table(group, of_group, in_tera=suite.device == "cuda"))
     for result in results:
         if result.status != "ok":
             console.print(Text.assemble((f"✗ {result.case.key}: {result.status}: ", "red"), result.detail))
@@ -179,9 +230,10 @@ def _print(
         console.print(Text(f"wrote {path}", "dim"))
 
 
-def _table(group: str, results: list[CaseResult]) -> Table:
+def _table(group: str, results: list[CaseResult], in_tera: bool) -> Table:
     """The results of one group. The units stand in the header: within a group they are the same."""
-    rate = "GFLOP/s" if results[0].case.flops else "GB/s"
+    unit = 1e12 if in_tera else 1e9
+    rate = ("T" if in_tera else "G") + ("FLOP/s" if results[0].case.counts_flops else "B/s")
     columns = ("", "case", "", "ours ms", rate, "peer", "theirs ms", "ratio", "20–80 %", "extra MiB", "target")
     table = _terminal.table(*columns, title=group)
     table.padding = (0, 1, 0, 0)
@@ -189,12 +241,12 @@ def _table(group: str, results: list[CaseResult]) -> Table:
         table.columns[column].justify = "right"
         table.columns[column].no_wrap = True
     for result in results:
-        for cells in _cells(result):
+        for cells in _cells(result, unit):
             table.add_row(*cells)
     return table
 
 
-def _cells(result: CaseResult) -> Iterator[tuple[str | Text, ...]]:
+def _cells(result: CaseResult, unit: float) -> Iterator[tuple[str | Text, ...]]:
     """The lines of one case: one per peer; ours stands in the first."""
     case = result.case
     ours = result.measurement(OURS)
@@ -207,9 +259,9 @@ def _cells(result: CaseResult) -> Iterator[tuple[str | Text, ...]]:
         verdicts = [
             v
             for v in result.verdicts
-            if (report.concerns(v) == OURS and first) or (other is not None and report.concerns(v) == other.contender)
+            if (_who(v) == OURS and first) or (other is not None and _who(v) == other.contender)
         ]
-        of_time = [v for v in verdicts if report.concerns(v) != OURS]
+        of_time = [v for v in verdicts if _who(v) != OURS]
         ratio = other.ratio if other is not None else None
         extra = _number(ours.peak_extra_bytes / 2**20)
         yield (
@@ -217,7 +269,7 @@ def _cells(result: CaseResult) -> Iterator[tuple[str | Text, ...]]:
             case.name if first else "",
             _BRIEF_DIRECTION[case.direction] if first else "",
             _number(ours.seconds.median * 1e3) if first else "",
-            _number((case.flops or case.bytes) / ours.seconds.median / 1e9) if first else "",
+            _number(case.work / ours.seconds.median / unit) if first and case.timed != "host" else "",
             other.contender if other is not None else "",
             _number(other.seconds.median * 1e3) if other is not None else "",
             Text(f"{ratio.median:.2f}×", _colour(of_time)) if ratio is not None else "",
@@ -225,6 +277,10 @@ def _cells(result: CaseResult) -> Iterator[tuple[str | Text, ...]]:
             f"{extra} : {_number(other.peak_extra_bytes / 2**20)}" if other is not None else extra,
             Text("\n").join(Text(v.requirement.brief, _colour([v])) for v in verdicts),
         )
+
+
+def _who(verdict: Verdict) -> str:
+    return concerned(verdict.requirement)
 
 
 def _print_summary(console: Console, results: list[CaseResult]) -> None:

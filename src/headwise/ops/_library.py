@@ -3,6 +3,10 @@
 `torch.library.custom_op` with `register_autograd` costs about 10 µs per eager call with gradients. Defining the schema
 on a `Library` and putting an `autograd.Function` on the Autograd key costs about half of that and gives the same things:
 `opcheck` is clean, `torch.compile(fullgraph=True)` sees one opaque node with a traced backward.
+
+An operator implemented in Python still costs an eager call its ways into C++ and back. Where nobody is there to see the
+difference (no tracing, no modes, no transforms, no profiler, plain tensors), `define` goes past it: the same
+`autograd.Function`, or the implementation at once.
 """
 
 from __future__ import annotations
@@ -18,6 +22,9 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
     torch._C.DispatchKey.AutocastCUDA
 )
 
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 Save = Callable[[Any, tuple[Any, ...], Any], None]
 Backward = Callable[..., tuple[Any, ...]]
 
@@ -31,7 +38,7 @@ def define(
     save: Save | None = None,
     backward: Backward | None = None,
 ) -> Callable[..., Any]:
-    """Register ``headwise::name`` and return the callable operator.
+    """Register ``headwise::name`` and return what calls it.
 
     run       the implementation, for tensors of any device
     fake      the same on shapes alone (`torch.compile`, `torch.export`, meta tensors)
@@ -40,18 +47,70 @@ def define(
               op raises (the case of the backward ops themselves: no second-order gradients)
     """
     op = _define_kernels(name, schema, run, fake)
-    function = _autograd_function(name, op, save, backward)
+
+    def below_autograd(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    function = _autograd_function(name, below_autograd, save, backward)
 
     def with_autograd(*args: Any) -> Any:
         if forward_ad._current_level >= 0 and any(_has_tangent(a) for a in args):
             raise NotImplementedError(f"headwise: forward-mode gradients are not supported (through {name})")
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return function.apply(*args)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
+        return below_autograd(*args)
 
     _library.impl(name, with_autograd, "Autograd")
-    return op
+    return _shortcut(name, op, run, save, backward)
+
+
+def _shortcut(
+    name: str, op: Any, run: Callable[..., Any], save: Save | None, backward: Backward | None
+) -> Callable[..., Any]:
+    """``op``, without the dispatcher where that makes no difference that anyone could see."""
+    places = [i for i, argument in enumerate(op._schema.arguments) if "Tensor" in str(argument.type)]
+
+    def directly(*args: Any) -> Any:
+        # Autograd needs no telling: gradients are off here, or nothing asks for them.
+        if torch._C._is_any_autocast_enabled():
+            return _without_autocast(run, args)
+        return run(*args)
+
+    function = _autograd_function(name, directly, save, backward)
+    # Function.apply in Python looks for functorch's tensors before it calls this; there are none here.
+    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or _is_watched():
+            return op(*args)
+        gradient = False
+        for place in places:
+            x = args[place]
+            if x is not None:
+                # Other types may do things of their own; a negative view has other values than its memory.
+                if type(x) not in _PLAIN or x.is_neg():
+                    return op(*args)
+                gradient = gradient or x.requires_grad
+        if gradient and torch.is_grad_enabled():
+            if torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
+                return op(*args)
+            return apply(*args)
+        return directly(*args)
+
+    return call
+
+
+def _is_watched() -> bool:
+    """Is anything in the way of a call that wants to see the operator: a mode, a transform, a tracer, a profiler?"""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._autograd._profiler_enabled()
+    )
 
 
 def define_with_lists(
@@ -72,16 +131,17 @@ def define_with_lists(
 
 
 def _define_kernels(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    def without_autocast(*args: Any) -> Any:
-        # The dtype of a call is that of its tensors: inside, autocast would turn float32 sums into bfloat16 ones.
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return run(*args)
-
     _library.define(f"{name}{schema}")
-    _library.impl(name, without_autocast, "CompositeExplicitAutograd")
+    _library.impl(name, lambda *args: _without_autocast(run, args), "CompositeExplicitAutograd")
     torch.library.register_fake(f"headwise::{name}", fake, lib=_library)
     op: Callable[..., Any] = getattr(torch.ops.headwise, name).default
     return op
+
+
+def _without_autocast(run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    # The dtype of a call is that of its tensors: inside, autocast would turn float32 sums into bfloat16 ones.
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return run(*args)
 
 
 def _has_tangent(x: Any) -> bool:
@@ -99,11 +159,10 @@ def _no_second_order(name: str) -> Backward:
 
 
 def _autograd_function(
-    name: str, op: Callable[..., Any], save: Save | None, backward: Backward | None
+    name: str, run: Callable[..., Any], save: Save | None, backward: Backward | None
 ) -> type[torch.autograd.Function]:
     def forward(ctx: Any, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            outputs = op(*args)
+        outputs = run(*args)
         # A gradient nobody asked for arrives as None, not as a tensor of zeros.
         ctx.set_materialize_grads(False)
         if save is not None:

@@ -133,7 +133,7 @@ def _describe(
         _checks.positive(op, "softcap", softcap)
     features = {"label_smoothing": label_smoothing != 0, "z_loss": z_loss != 0, "softcap": softcap is not None}
     used = tuple(name for name, present in features.items() if present)
-    return registry.Call(op, launchers, logits.device.type, logits.dtype, {"V": logits.shape[-1]}, used)
+    return registry.Call(op, launchers, _checks.device_type(logits), logits.dtype, {"V": logits.shape[-1]}, used)
 
 
 def _floats(label_smoothing: float, z_loss: float, softcap: float | None) -> tuple[float, float, float | None]:

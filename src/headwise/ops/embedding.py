@@ -53,7 +53,7 @@ def embedding_call(ids: Tensor, weight: Tensor, padding_idx: int | None = None) 
     _place_of_padding(op, padding_idx, weight.shape[0])
     backward = ("embedding_backward",) if _checks.wants_gradient(weight) else ()
     sizes = {"N": ids.numel(), "V": weight.shape[0], "D": weight.shape[1]}
-    return registry.Call(op, ("embedding_forward", *backward), weight.device.type, weight.dtype, sizes)
+    return registry.Call(op, ("embedding_forward", *backward), _checks.device_type(weight), weight.dtype, sizes)
 
 
 def embedding_backward_call(
@@ -69,7 +69,7 @@ def embedding_backward_call(
     _checks.whole(op, "num_embeddings", num_embeddings, 0)
     _place_of_padding(op, padding_idx, num_embeddings)
     sizes = {"N": ids.numel(), "V": num_embeddings, "D": grad.shape[-1]}
-    return registry.Call(op, (op,), grad.device.type, grad.dtype, sizes)
+    return registry.Call(op, (op,), _checks.device_type(grad), grad.dtype, sizes)
 
 
 def _place_of_padding(op: str, padding_idx: int | None, rows: int) -> int:

@@ -57,7 +57,9 @@ def rms_norm_call(x: Tensor, weight: Tensor | None, eps: float = 1e-6, weight_of
     """Check the arguments of `rms_norm` and describe the call to the backends."""
     _check_inputs("rms_norm", x, weight, eps, weight_offset)
     backward = ("rms_norm_backward",) if _checks.wants_gradient(x, weight) else ()
-    return registry.Call("rms_norm", ("rms_norm_forward", *backward), x.device.type, x.dtype, {"D": x.shape[-1]})
+    return registry.Call(
+        "rms_norm", ("rms_norm_forward", *backward), _checks.device_type(x), x.dtype, {"D": x.shape[-1]}
+    )
 
 
 def rms_norm_backward_call(
@@ -83,7 +85,7 @@ def rms_norm_backward_call(
             raise TypeError(f"{op}: rstd has dtype {_checks.short(rstd.dtype)}; it needs {wanted}")
         _checks.shape(op, "rstd", rstd, x.shape[:-1], "the shape of x without its last dimension")
         _checks.same_device(op, "rstd", rstd, "x", x)
-    return registry.Call(op, (op,), x.device.type, x.dtype, {"D": x.shape[-1]})
+    return registry.Call(op, (op,), _checks.device_type(x), x.dtype, {"D": x.shape[-1]})
 
 
 def _check_inputs(op: str, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> None:

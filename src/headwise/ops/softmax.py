@@ -35,7 +35,7 @@ def softmax_call(x: Tensor) -> registry.Call:
     _checks.floating("softmax", "x", x)
     _checks.at_least_dims("softmax", "x", x, 1)
     launchers = ("softmax_forward", "softmax_backward") if _checks.wants_gradient(x) else ("softmax_forward",)
-    return registry.Call("softmax", launchers, x.device.type, x.dtype, {"V": x.shape[-1]})
+    return registry.Call("softmax", launchers, _checks.device_type(x), x.dtype, {"V": x.shape[-1]})
 
 
 def softmax_backward_call(probs: Tensor, grad: Tensor) -> registry.Call:
@@ -47,7 +47,7 @@ def softmax_backward_call(probs: Tensor, grad: Tensor) -> registry.Call:
     _checks.shape(op, "grad", grad, probs.shape, "the shape of probs")
     _checks.same_dtype(op, "grad", grad, "probs", probs)
     _checks.same_device(op, "grad", grad, "probs", probs)
-    return registry.Call(op, (op,), probs.device.type, probs.dtype, {"V": probs.shape[-1]})
+    return registry.Call(op, (op,), _checks.device_type(probs), probs.dtype, {"V": probs.shape[-1]})
 
 
 def _run_forward(x: Tensor, backend: str) -> Tensor:

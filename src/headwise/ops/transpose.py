@@ -37,7 +37,7 @@ def transpose_call(x: Tensor) -> registry.Call:
         )
     # Every backend computes in float32; what it has to judge here is the size of an element, not its dtype.
     sizes = {"M": x.shape[-2], "N": x.shape[-1], "bytes": x.dtype.itemsize}
-    return registry.Call("transpose", ("transpose_forward",), x.device.type, torch.float32, sizes)
+    return registry.Call("transpose", ("transpose_forward",), _checks.device_type(x), torch.float32, sizes)
 
 
 def _run_forward(x: Tensor, backend: str) -> Tensor:

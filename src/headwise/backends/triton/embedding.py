@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise.backends.triton.rows import power_of_two
+from headwise.backends.triton.launch import launch
+from headwise.backends.triton.rows import as_rows, power_of_two
 
 _CHUNK = 32
 
@@ -108,10 +109,8 @@ def embedding_forward(ids: Tensor, weight: Tensor) -> Tensor:
         return y
     table = weight if weight.stride(1) == 1 else weight.contiguous()
     block = min(2048, power_of_two(width))
-    flat = ids.reshape(-1).contiguous()
-    _gather[(flat.numel(), triton.cdiv(width, block))](
-        flat, table, y, classes, width, table.stride(0), block, num_warps=4
-    )
+    grid = (ids.numel(), triton.cdiv(width, block))
+    launch(_gather, grid, (ids.contiguous(), table, y), (classes, width, table.stride(0)), (block,))
     return y
 
 
@@ -121,16 +120,13 @@ def embedding_backward(grad: Tensor, ids: Tensor, num_embeddings: int, padding: 
     count = ids.numel()
     if count == 0 or dweight.numel() == 0:
         return dweight
-    rows = grad.reshape(count, width)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows, stride = as_rows(grad)
     sorted_ids, order = torch.sort(ids.reshape(-1), stable=True)
     block = min(1024, power_of_two(width))
     chunks = triton.cdiv(count, _CHUNK)
     grid = (chunks, triton.cdiv(width, block))
     parts = torch.empty((chunks, 2, width), dtype=torch.float32, device=grad.device)
-    _sum_chunks[grid](
-        sorted_ids, order, rows, dweight, parts, count, num_embeddings, padding, width, rows.stride(0), _CHUNK, block,
-        num_warps=4,
-    )  # fmt: skip
-    _join_parts[grid](sorted_ids, dweight, parts, count, num_embeddings, padding, width, _CHUNK, block, num_warps=4)
+    numbers = (count, num_embeddings, padding, width)
+    launch(_sum_chunks, grid, (sorted_ids, order, rows, dweight, parts), (*numbers, stride), (_CHUNK, block))
+    launch(_join_parts, grid, (sorted_ids, dweight, parts), numbers, (_CHUNK, block))
     return dweight

@@ -1,19 +1,44 @@
-"""What the row kernels share: tensors as matrices of rows, and tile sizes from a row's width alone."""
+"""What the row kernels share: tensors as matrices of rows, and how the work is cut, from sizes alone.
+
+Short rows are held: a program reads a few whole rows into registers. Long rows are walked: one program per
+multiprocessor goes through a row forwards for its statistics, keeps the last block, and goes backwards to use them, so
+that the second reading meets the second-level cache. A few long rows are split: a kernel for the statistics of each
+part, then one that combines them in order.
+"""
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-# A row up to this many elements is held in registers between the passes over it; a longer one is read again.
-LONGEST_HELD_ROW = 16384
+LONGEST_HELD_ROW = 65536  # bytes; longer ones do not fit the registers of 32 warps
+LOWEST = tl.constexpr(
+    -3.4028234663852886e38
+)  # of float32: a maximum to start from that is finite, so that no exp is NaN
+_CACHE = 36 << 20  # bytes of it that may be counted on
 _TILE = 4096  # elements per program where rows are short and several share one
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """``(rows, width)`` with contiguous rows: a view wherever the strides allow."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.shape[1] <= 1 or rows.stride(1) == 1 else rows.contiguous()
+def as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """A tensor whose memory is that of ``(rows, width)`` with contiguous rows, and the step from row to row.
+
+    Nothing is copied wherever the strides allow.
+    """
+    width = x.shape[-1]
+    if x.is_contiguous():
+        return x, width
+    rows = x.reshape(-1, width)
+    rows = rows if width <= 1 or rows.stride(1) == 1 else rows.contiguous()
+    return rows, rows.stride(0)
+
+
+def empty_rows_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def power_of_two(n: int) -> int:
@@ -24,10 +49,75 @@ def held_tile(width: int) -> tuple[int, int, int]:
     """``(rows, columns, warps)`` of a program that holds whole rows."""
     columns = max(16, power_of_two(width))
     rows = max(1, _TILE // columns)
-    warps = min(16, max(4, rows * columns // 1024))
+    warps = min(32, max(4, rows * columns // 1024))
     return rows, columns, warps
+
+
+class Block(NamedTuple):
+    """A block of a long row: lines of neighbours that one thread reads at once, so that it reduces them alone."""
+
+    lines: int
+    line: int
+    warps: int
+    stages: int  # blocks on their way from memory at once
+
+
+def holds(width: int, x: Tensor) -> bool:
+    return width * x.element_size() <= LONGEST_HELD_ROW
+
+
+def long_block(elements: int, warps: int, stages: int, width: int, *tensors: tuple[Tensor, int]) -> Block:
+    """``tensors``: what is read, with the steps from row to row; they decide how long a line may be."""
+    x = tensors[0][0]
+    aligned = width % 16 == 0 and all(t.data_ptr() % 16 == 0 and stride % 16 == 0 for t, stride in tensors)
+    if not aligned:  # elements one by one need an address and a statistic each: several small programs instead of one
+        elements, warps, stages = max(2048, elements // 8), max(4, warps // 4), 1
+    line = 16 // x.element_size() if aligned else 1
+    return Block(min(elements, max(1024, power_of_two(width))) // line, line, warps, stages)
+
+
+def walkers(rows: int, row_bytes: int, block: Block, x: Tensor) -> int:
+    """How many programs walk at once: so many that the rows under way fit the second-level cache, one per multiprocessor
+    at least. ``row_bytes``: what is read of a row."""
+    processors = multiprocessors(x)
+    per_processor = min(_CACHE // (row_bytes * processors), 32 // block.warps)
+    return min(rows, processors * max(1, per_processor))
+
+
+def few(rows: int, x: Tensor) -> bool:
+    """Too few rows to give every multiprocessor one."""
+    return 2 * rows <= multiprocessors(x)
 
 
 def multiprocessors(x: Tensor) -> int:
     # Under the interpreter there is no device: any small number shows the same code.
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
+    return _multiprocessors(x.get_device()) if x.is_cuda else 3
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def block_columns(block, width, LINES: tl.constexpr, LINE: tl.constexpr):
+    """Columns [LINES, LINE] of a row's block, and which lines [LINES, 1] lie inside the row."""
+    first = (block * LINES + tl.arange(0, LINES)) * LINE
+    return first[:, None] + tl.arange(0, LINE)[None, :], (first < width)[:, None]
+
+
+@triton.jit
+def online_softmax(z, top, total):
+    """Each line's highest value so far and total of exp(z - highest), with the values z [LINES, LINE] added.
+
+    Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    """
+    higher = tl.maximum(top, tl.max(z, 1))
+    return higher, total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher[:, None]), 1)
+
+
+@triton.jit
+def join_softmax(top, total):
+    """The highest value and total of a row from those of its lines or parts."""
+    highest = tl.max(top, 0)
+    return highest, tl.sum(total * tl.exp(top - highest), 0)

@@ -1,7 +1,4 @@
-"""Softmax in Triton: one pass with the row in registers, or two passes over a long row with an online maximum.
-
-Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
-"""
+"""Softmax in Triton. How rows are cut: rows.py."""
 
 from __future__ import annotations
 
@@ -10,9 +7,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise.backends.triton.rows import LONGEST_HELD_ROW, as_rows, held_tile
+from headwise.backends.triton.launch import launch
+from headwise.backends.triton.rows import (
+    LOWEST,
+    Block,
+    as_rows,
+    block_columns,
+    empty_rows_like,
+    few,
+    held_tile,
+    holds,
+    join_softmax,
+    long_block,
+    online_softmax,
+    power_of_two,
+    walkers,
+)
 
-_LONG_BLOCK = 8192
+_LONGEST_HELD_BACKWARD = 16384  # elements: two inputs are held
 
 
 @triton.jit
@@ -21,35 +33,61 @@ def _forward_held(x, y, rows, width, x_stride, ROWS: tl.constexpr, COLUMNS: tl.c
     column = tl.arange(0, COLUMNS)  # [COLUMNS]
     inside = (row < rows)[:, None] & (column < width)[None, :]
     a = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=-float("inf")).to(tl.float32)
-    highest = tl.max(a, 1)
-    highest = tl.where(highest == -float("inf"), 0.0, highest)  # a row of -inf: weights of zero, not NaN
+    highest = tl.maximum(tl.max(a, 1), LOWEST)  # a row of -inf: weights of zero, not NaN
     weights = tl.exp(a - highest[:, None])
     total = tl.sum(weights, 1)
-    probs = weights / tl.where(total == 0.0, 1.0, total)[:, None]
+    probs = weights * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     tl.store(y + row[:, None] * width + column[None, :], probs.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _forward_long(x, y, width, x_stride, BLOCK: tl.constexpr):
+def _forward_walk(x, y, rows, width, x_stride, LINES: tl.constexpr, LINE: tl.constexpr, STAGES: tl.constexpr):
+    last = tl.cdiv(width, LINES * LINE) - 1
+    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.full((), 0, tl.int64) + i
+        top = tl.full([LINES], LOWEST, tl.float32)
+        total = tl.zeros([LINES], tl.float32)
+        for block in tl.range(0, last, num_stages=STAGES):
+            column, inside = block_columns(block, width, LINES, LINE)
+            a = tl.load(x + row * x_stride + column, inside, -float("inf"), eviction_policy="evict_last")
+            top, total = online_softmax(a.to(tl.float32), top, total)
+        column, inside = block_columns(last, width, LINES, LINE)
+        held = tl.load(x + row * x_stride + column, inside, -float("inf"), eviction_policy="evict_first")
+        top, total = online_softmax(held.to(tl.float32), top, total)
+        highest, sum_of_row = join_softmax(top, total)
+        scale = 1.0 / tl.where(sum_of_row == 0.0, 1.0, sum_of_row)
+        probs = tl.exp(held.to(tl.float32) - highest) * scale
+        tl.store(y + row * width + column, probs.to(y.dtype.element_ty), inside, eviction_policy="evict_first")
+        for back in tl.range(1, last + 1, num_stages=STAGES):
+            column, inside = block_columns(last - back, width, LINES, LINE)
+            a = tl.load(x + row * x_stride + column, inside, 0.0, eviction_policy="evict_first")
+            probs = tl.exp(a.to(tl.float32) - highest) * scale
+            tl.store(y + row * width + column, probs.to(y.dtype.element_ty), inside, eviction_policy="evict_first")
+
+
+@triton.jit
+def _forward_parts(x, tops, totals, width, x_stride, LINES: tl.constexpr, LINE: tl.constexpr):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column, inside = block_columns(part, width, LINES, LINE)
+    a = tl.load(x + row * x_stride + column, inside, -float("inf"), eviction_policy="evict_last").to(tl.float32)
+    top = tl.maximum(tl.max(tl.max(a, 1), 0), LOWEST)
+    place = row * tl.num_programs(1) + part
+    tl.store(tops + place, top)
+    tl.store(totals + place, tl.sum(tl.sum(tl.exp(a - top), 1), 0))
+
+
+@triton.jit
+def _forward_join(
+    x, tops, totals, y, width, x_stride, count, LINES: tl.constexpr, LINE: tl.constexpr, PARTS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    highest = tl.full([BLOCK], -float("inf"), tl.float32)  # each lane keeps a maximum and a total of its own
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
-        inside = start + column < width
-        a = tl.load(x + row * x_stride + start + column, mask=inside, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(highest, a)
-        reference = tl.where(higher == -float("inf"), 0.0, higher)
-        total = total * tl.exp(highest - reference) + tl.exp(a - reference)
-        highest = higher
-    top = tl.max(highest, 0)
-    top = tl.where(top == -float("inf"), 0.0, top)
-    total_of_row = tl.sum(total * tl.exp(highest - top), 0)
-    scale = 1.0 / tl.where(total_of_row == 0.0, 1.0, total_of_row)
-    for start in range(0, width, BLOCK):
-        inside = start + column < width
-        a = tl.load(x + row * x_stride + start + column, mask=inside, other=-float("inf")).to(tl.float32)
-        tl.store(y + row * width + start + column, (tl.exp(a - top) * scale).to(y.dtype.element_ty), mask=inside)
+    column, inside = block_columns(tl.program_id(1), width, LINES, LINE)
+    a = tl.load(x + row * x_stride + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+    part = tl.arange(0, PARTS)
+    top = tl.load(tops + row * count + part, part < count, LOWEST)
+    highest, total = join_softmax(top, tl.load(totals + row * count + part, part < count, 0.0))
+    probs = tl.exp(a - highest) * (1.0 / tl.where(total == 0.0, 1.0, total))
+    tl.store(y + row * width + column, probs.to(y.dtype.element_ty), inside, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -64,50 +102,112 @@ def _backward_held(p, g, dx, rows, width, p_stride, g_stride, ROWS: tl.constexpr
 
 
 @triton.jit
-def _backward_long(p, g, dx, width, p_stride, g_stride, BLOCK: tl.constexpr):
+def _backward_walk(
+    p, g, dx, rows, width, p_stride, g_stride, LINES: tl.constexpr, LINE: tl.constexpr, STAGES: tl.constexpr
+):
+    last = tl.cdiv(width, LINES * LINE) - 1
+    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.full((), 0, tl.int64) + i
+        products = tl.zeros([LINES], tl.float32)
+        for block in tl.range(0, last, num_stages=STAGES):
+            column, inside = block_columns(block, width, LINES, LINE)
+            probs = tl.load(p + row * p_stride + column, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+            grad = tl.load(g + row * g_stride + column, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+            products += tl.sum(probs * grad, 1)
+        column, inside = block_columns(last, width, LINES, LINE)
+        probs = tl.load(p + row * p_stride + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+        grad = tl.load(g + row * g_stride + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+        delta = tl.sum(products + tl.sum(probs * grad, 1), 0)
+        result = (probs * (grad - delta)).to(dx.dtype.element_ty)
+        tl.store(dx + row * width + column, result, inside, eviction_policy="evict_first")
+        for back in tl.range(1, last + 1, num_stages=STAGES):
+            column, inside = block_columns(last - back, width, LINES, LINE)
+            probs = tl.load(p + row * p_stride + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+            grad = tl.load(g + row * g_stride + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+            result = (probs * (grad - delta)).to(dx.dtype.element_ty)
+            tl.store(dx + row * width + column, result, inside, eviction_policy="evict_first")
+
+
+@triton.jit
+def _backward_parts(p, g, products, width, p_stride, g_stride, LINES: tl.constexpr, LINE: tl.constexpr):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column, inside = block_columns(part, width, LINES, LINE)
+    probs = tl.load(p + row * p_stride + column, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+    grad = tl.load(g + row * g_stride + column, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+    tl.store(products + row * tl.num_programs(1) + part, tl.sum(tl.sum(probs * grad, 1), 0))
+
+
+@triton.jit
+def _backward_join(
+    p, g, products, dx, width, p_stride, g_stride, count,
+    LINES: tl.constexpr, LINE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    products = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
-        inside = start + column < width
-        probs = tl.load(p + row * p_stride + start + column, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(g + row * g_stride + start + column, mask=inside, other=0.0).to(tl.float32)
-        products += probs * grad
-    delta = tl.sum(products, 0)
-    for start in range(0, width, BLOCK):
-        inside = start + column < width
-        probs = tl.load(p + row * p_stride + start + column, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(g + row * g_stride + start + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + row * width + start + column, (probs * (grad - delta)).to(dx.dtype.element_ty), mask=inside)
+    column, inside = block_columns(tl.program_id(1), width, LINES, LINE)
+    probs = tl.load(p + row * p_stride + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+    grad = tl.load(g + row * g_stride + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+    part = tl.arange(0, PARTS)
+    delta = tl.sum(tl.load(products + row * count + part, part < count, 0.0), 0)
+    result = (probs * (grad - delta)).to(dx.dtype.element_ty)
+    tl.store(dx + row * width + column, result, inside, eviction_policy="evict_first")
+
+
+def _walk_block(width: int, *tensors: tuple[Tensor, int]) -> Block:
+    return long_block(32768 // tensors[0][0].element_size(), 32, 3, width, *tensors)
+
+
+def _split_block(width: int, *tensors: tuple[Tensor, int]) -> Block:
+    return long_block(4096, 4, 1, width, *tensors)
 
 
 def softmax_forward(x: Tensor) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = empty_rows_like(x)
     if x.numel() == 0:
         return y
-    flat = as_rows(x)
-    rows, width = flat.shape
-    if width <= LONGEST_HELD_ROW:
+    width = x.shape[-1]
+    rows = x.numel() // width
+    flat, stride = as_rows(x)
+    if holds(width, x):
         per_program, columns, warps = held_tile(width)
-        _forward_held[(triton.cdiv(rows, per_program),)](
-            flat, y, rows, width, flat.stride(0), per_program, columns, num_warps=warps
-        )
+        grid = (triton.cdiv(rows, per_program),)
+        launch(_forward_held, grid, (flat, y), (rows, width, stride), (per_program, columns), warps)
+    elif few(rows, x):
+        lines, line, warps, _ = _split_block(width, (flat, stride))
+        parts = triton.cdiv(width, lines * line)
+        tops, totals = torch.empty((2, rows, parts), dtype=torch.float32, device=x.device)
+        grid2 = (rows, parts)
+        launch(_forward_parts, grid2, (flat, tops, totals), (width, stride), (lines, line), warps)
+        constants = (lines, line, power_of_two(parts))
+        launch(_forward_join, grid2, (flat, tops, totals, y), (width, stride, parts), constants, warps)
     else:
-        _forward_long[(rows,)](flat, y, width, flat.stride(0), _LONG_BLOCK, num_warps=16)
+        lines, line, warps, stages = block = _walk_block(width, (flat, stride))
+        grid = (walkers(rows, width * x.element_size(), block, x),)
+        launch(_forward_walk, grid, (flat, y), (rows, width, stride), (lines, line, stages), warps)
     return y
 
 
 def softmax_backward(probs: Tensor, grad: Tensor) -> Tensor:
-    dx = torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
+    dx = empty_rows_like(probs)
     if probs.numel() == 0:
         return dx
-    p, g = as_rows(probs), as_rows(grad)
-    rows, width = p.shape
-    if width <= LONGEST_HELD_ROW:
+    width = probs.shape[-1]
+    rows = probs.numel() // width
+    (p, p_stride), (g, g_stride) = inputs = as_rows(probs), as_rows(grad)
+    strides = p_stride, g_stride
+    if width <= _LONGEST_HELD_BACKWARD:
         per_program, columns, warps = held_tile(width)
-        _backward_held[(triton.cdiv(rows, per_program),)](
-            p, g, dx, rows, width, p.stride(0), g.stride(0), per_program, columns, num_warps=warps
-        )
+        grid = (triton.cdiv(rows, per_program),)
+        launch(_backward_held, grid, (p, g, dx), (rows, width, *strides), (per_program, columns), warps)
+    elif few(rows, probs):
+        lines, line, warps, _ = _split_block(width, *inputs)
+        parts = triton.cdiv(width, lines * line)
+        products = torch.empty((rows, parts), dtype=torch.float32, device=p.device)
+        grid2 = (rows, parts)
+        launch(_backward_parts, grid2, (p, g, products), (width, *strides), (lines, line), warps)
+        constants = (lines, line, power_of_two(parts))
+        launch(_backward_join, grid2, (p, g, products, dx), (width, *strides, parts), constants, warps)
     else:
-        _backward_long[(rows,)](p, g, dx, width, p.stride(0), g.stride(0), _LONG_BLOCK, num_warps=16)
+        lines, line, warps, stages = block = _walk_block(width, *inputs)
+        grid = (walkers(rows, 2 * width * p.element_size(), block, p),)
+        launch(_backward_walk, grid, (p, g, dx), (rows, width, *strides), (lines, line, stages), warps)
     return dx

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwise.backends.triton.launch import launch
+
 _TILE = {1: 128, 2: 128, 4: 128, 8: 64}  # bytes of an element -> side of a tile
 
 
@@ -29,9 +31,9 @@ def transpose_forward(x: Tensor) -> Tensor:
     y = torch.empty((*x.shape[:-2], x.shape[-1], x.shape[-2]), dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return y
-    matrices = x.reshape(-1, *x.shape[-2:])
+    matrices = x.reshape(-1, *x.shape[-2:]) if x.dim() != 3 else x
     count, rows, columns = matrices.shape
     side = _TILE[x.element_size()]
     grid = (count * triton.cdiv(rows, side) * triton.cdiv(columns, side),)
-    _transpose[grid](matrices, y, rows, columns, *matrices.stride(), side, num_warps=8)
+    launch(_transpose, grid, (matrices, y), (rows, columns, *matrices.stride()), (side,), 8)
     return y

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +13,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.benchmark.case import BenchCase, Contender, Direction, Requirement
 from headwise.benchmark.correctness import WholeCheck, first_output, oracle
+from headwise.benchmark.timing import Timed
 from headwise.testing import Arguments, Maker, Outputs
 
 SDPA = "SDPA"
@@ -88,13 +89,13 @@ class HeadCheck:
         lengths = arguments.get("kv_lengths")
         for b in range(q.shape[0]):
             keys = k.shape[2] if lengths is None else int(lengths[b])
-            for rows, seen, mask in self._blocks(q.shape[2], keys, q.shape[1]):
+            for rows, seen, mask in self._blocks(q.shape[2], keys, q.shape[1], q.device):
                 block = {"q": q[b : b + 1, :, rows], "k": k[b : b + 1, :, seen], "v": part["v"][b : b + 1, :, seen]}
                 block.update({name: part[name] for name in ("sink",) if name in part})
                 if grad_out is not None:
                     block = {name: x.detach().requires_grad_(name in self.differentiable) for name, x in block.items()}
                 extra: Arguments = {name: arguments[name] for name in ("scale", "softcap") if name in arguments}
-                out = first_output(oracle("attention")({**block, **extra, "mask": mask.to(q.device)}))
+                out = first_output(oracle("attention")({**block, **extra, "mask": mask}))
                 results["out"][b, :, rows] = out[0].detach()
                 if grad_out is None:
                     continue
@@ -119,23 +120,27 @@ class HeadCheck:
         heads = self.key_heads if name in ("k", "v") else self.query_heads
         return x[(slice(None),) * self.head_axis[name] + (heads,)]
 
-    def _blocks(self, queries: int, keys: int, heads: int) -> list[tuple[slice, slice, Tensor]]:
+    def _blocks(
+        self, queries: int, keys: int, heads: int, device: torch.device
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
         low, high = self.visibility.bounds(queries, keys)
         width = max(1, int((high - low).max()))
+        held = _PAIRS_HELD if device.type == "cpu" else _PAIRS_HELD_ON_GPU
         # A block taller than the window is wide would be mostly masked.
-        height = max(16, min(width, _PAIRS_HELD // (width * heads)))
-        blocks = []
+        height = max(16, min(width, held // (width * heads)))
+        on_device = low.to(device), high.to(device)
         for start in range(0, queries, height):
             rows = slice(start, min(start + height, queries))
             seen = slice(int(low[rows][0]), max(int(low[rows][0]), int(high[rows][-1])))
-            key = torch.arange(seen.start, seen.stop)
             if seen.start == seen.stop:
                 continue  # rows that see nothing: zeros, which is what the results start from
-            blocks.append((rows, seen, (key >= low[rows, None]) & (key < high[rows, None])))
-        return blocks
+            key = torch.arange(seen.start, seen.stop, device=device)
+            first, past = (x[rows, None] for x in on_device)
+            yield rows, seen, (key >= first) & (key < past)
 
 
 _PAIRS_HELD = 1 << 22  # query-key pairs the oracle holds at once: 32 MiB per float64 array
+_PAIRS_HELD_ON_GPU = 1 << 27
 _PAIRS_CHECKED = 1 << 26  # and looks at in all: a few seconds of float64
 
 
@@ -150,6 +155,8 @@ def attention_case(
     differentiable: tuple[str, ...] = QKV,
     peers: tuple[Contender, ...] = (),
     requirements: tuple[Requirement, ...] = (),
+    dtype: torch.dtype = torch.float32,
+    timed: Timed = "device",
 ) -> BenchCase:
     """`headwise.attention` at a shape; ``features(maker)`` adds arguments (softcap, sink, kv_lengths).
 
@@ -180,8 +187,10 @@ def attention_case(
         differentiable=differentiable,
         peers=peers,
         flops=attention_flops(batch * heads * pairs, head_dim, direction),
-        bytes=_bytes(shape, direction),
+        bytes=attention_bytes(shape, direction, dtype),
         requirements=requirements,
+        dtype=dtype,
+        timed=timed,
     )
 
 
@@ -196,6 +205,7 @@ def packed_case(
     *,
     peers: tuple[Contender, ...] = (),
     requirements: tuple[Requirement, ...] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> BenchCase:
     """`headwise.attention_varlen` over documents of these lengths. Its oracle takes one document at a time: it fits."""
     tokens = sum(lengths)
@@ -226,8 +236,9 @@ def packed_case(
         differentiable=QKV,
         peers=peers,
         flops=attention_flops(heads * pairs, head_dim, direction),
-        bytes=_bytes(Shape(1, heads, heads, tokens, head_dim), direction),
+        bytes=attention_bytes(Shape(1, heads, heads, tokens, head_dim), direction, dtype),
         requirements=requirements,
+        dtype=dtype,
     )
 
 
@@ -271,9 +282,9 @@ def attention_flops(pairs: int, head_dim: int, direction: Direction) -> float:
     return forward * {"forward": 1.0, "backward": BACKWARD_WORK, "forward+backward": 1 + BACKWARD_WORK}[direction]
 
 
-def _bytes(shape: Shape, direction: Direction) -> float:
+def attention_bytes(shape: Shape, direction: Direction, dtype: torch.dtype) -> float:
     """q, k, v and out once forward; backward reads those and the output's gradient and writes three gradients."""
-    query = 4 * shape.batch * shape.heads * shape.length * shape.head_dim
-    key = 4 * shape.batch * shape.key_heads * shape.length * shape.head_dim
+    query = dtype.itemsize * shape.batch * shape.heads * shape.length * shape.head_dim
+    key = dtype.itemsize * shape.batch * shape.key_heads * shape.length * shape.head_dim
     forward, backward = 2 * query + 2 * key, 4 * query + 4 * key
     return {"forward": forward, "backward": backward, "forward+backward": forward + backward}[direction]

@@ -170,7 +170,8 @@ def _cross_entropy(shrink: int) -> list[BenchCase]:
     # The gradient is the one logits-sized buffer. A fiftieth on top is room for the rows being worked on.
     limit = int(1.02 * 4 * rows * vocabulary)
     memory = PeakMemory(limit, "one logits buffer (+2 % for working rows)")
-    return [training.cross_entropy_case(rows, vocabulary, (AtLeast(1.0, training.TORCH), memory))]
+    setting = training.Setting(group="cross entropy", requirements=(AtLeast(1.0, training.TORCH), memory))
+    return [training.cross_entropy_case(rows, vocabulary, setting)]
 
 
 def _training_ops(shrink: int) -> list[BenchCase]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,94 +13,135 @@ from torch import Tensor
 import headwise as hw
 from headwise.benchmark.case import BenchCase, Contender, Direction, Requirement
 from headwise.benchmark.correctness import WholeCheck, first_output, oracle
+from headwise.benchmark.timing import Timed
 from headwise.testing import Arguments, Maker, Outputs
 
 TORCH = "PyTorch"
-GROUP = "training ops"
-_FLOAT32 = 4  # bytes of an element, unless a suite says otherwise
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a suite says of a case besides its shape."""
+
+    dtype: torch.dtype = torch.float32
+    group: str = "training ops"
+    requirements: tuple[Requirement, ...] = ()
+    timed: Timed = "device"
+
+    def fields(self) -> dict[str, Any]:
+        """As fields of a case whose limit is memory."""
+        return {
+            "dtype": self.dtype,
+            "group": self.group,
+            "requirements": self.requirements,
+            "timed": self.timed,
+            "counted": "bytes",
+        }
+
+
+PLAIN = Setting()
 
 
 def _pytorch(call: Callable[[Arguments], Tensor]) -> tuple[Contender, ...]:
     return (Contender(TORCH, lambda arguments: lambda: call(arguments)),)
 
 
-def rms_norm_case(rows: int, width: int, direction: Direction, element: int = _FLOAT32) -> BenchCase:
+def rms_norm_case(rows: int, width: int, direction: Direction, setting: Setting = PLAIN) -> BenchCase:
     differentiable = ("x", "weight")
     return BenchCase(
         name=f"rms_norm {rows} × {width}",
-        group=GROUP,
         direction=direction,
         make=lambda maker: {"x": maker.normal(rows, width), "weight": maker.normal(width)},
         ours=lambda a: lambda: hw.rms_norm(**a),
         check=WholeCheck(oracle("rms_norm"), differentiable),
         differentiable=differentiable,
         peers=_pytorch(lambda a: F.rms_norm(a["x"], (width,), a["weight"], 1e-6)),
-        bytes=element * _moved(rows * width, direction, forward=2, backward=3),
+        flops=_per_element(rows * width, direction, forward=4, backward=9),
+        bytes=setting.dtype.itemsize * _per_element(rows * width, direction, forward=2, backward=3),
+        **setting.fields(),
     )
 
 
-def softmax_case(rows: int, width: int, direction: Direction, element: int = _FLOAT32) -> BenchCase:
+def softmax_case(rows: int, width: int, direction: Direction, setting: Setting = PLAIN) -> BenchCase:
     return BenchCase(
         name=f"softmax {rows} × {width}",
-        group=GROUP,
         direction=direction,
         make=lambda maker: {"x": maker.normal(rows, width, scale=3.0)},
         ours=lambda a: lambda: hw.softmax(**a),
         check=WholeCheck(oracle("softmax"), ("x",)),
         differentiable=("x",),
         peers=_pytorch(lambda a: torch.softmax(a["x"], -1)),
-        bytes=element * _moved(rows * width, direction, forward=2, backward=3),
+        flops=_per_element(rows * width, direction, forward=5, backward=4),
+        bytes=setting.dtype.itemsize * _per_element(rows * width, direction, forward=2, backward=3),
+        **setting.fields(),
     )
 
 
-def embedding_case(ids: int, entries: int, width: int, direction: Direction, element: int = _FLOAT32) -> BenchCase:
+def embedding_case(
+    ids: int, entries: int, width: int, direction: Direction, setting: Setting = PLAIN, *, one_id: bool = False
+) -> BenchCase:
+    """one_id: all ids are the same, so that backward adds all rows up into one."""
     moved = 2.0 * ids * width if direction == "forward" else (ids + entries) * float(width)
+
+    def make(maker: Maker) -> Arguments:
+        drawn = maker.integers(0, entries, ids)
+        if one_id:
+            drawn = drawn[:1].expand(ids).contiguous()
+        return {"ids": drawn, "weight": maker.normal(entries, width)}
+
     return BenchCase(
-        name=f"embedding {ids} of {entries} × {width}",
-        group=GROUP,
+        name=f"embedding {ids} of {entries} × {width}" + (", one id" if one_id else ""),
         direction=direction,
-        make=lambda maker: {"ids": maker.integers(0, entries, ids), "weight": maker.normal(entries, width)},
+        make=make,
         ours=lambda a: lambda: hw.embedding(**a),
         check=WholeCheck(oracle("embedding"), ("weight",)),
         differentiable=("weight",),
         peers=_pytorch(lambda a: F.embedding(a["ids"], a["weight"])),
-        bytes=element * moved,
+        flops=0.0 if direction == "forward" else float(ids * width),
+        bytes=setting.dtype.itemsize * moved,
+        **setting.fields(),
     )
 
 
-def transpose_case(rows: int, width: int, element: int = _FLOAT32) -> BenchCase:
+def transpose_case(rows: int, width: int, setting: Setting = PLAIN) -> BenchCase:
     """Forward only: backward is the same kernel again, while PyTorch's returns a view and leaves the work to others."""
     return BenchCase(
         name=f"transpose {rows} × {width}",
-        group=GROUP,
         direction="forward",
         make=lambda maker: {"x": maker.normal(rows, width)},
         ours=lambda a: lambda: hw.transpose(**a),
         check=WholeCheck(oracle("transpose"), ("x",)),
         differentiable=("x",),
         peers=_pytorch(lambda a: a["x"].mT.contiguous()),
-        bytes=element * 2.0 * rows * width,
+        bytes=setting.dtype.itemsize * 2.0 * rows * width,
+        **setting.fields(),
     )
 
 
-def cross_entropy_case(
-    rows: int, vocabulary: int, requirements: tuple[Requirement, ...] = (), element: int = _FLOAT32
-) -> BenchCase:
+def cross_entropy_case(rows: int, vocabulary: int, setting: Setting = PLAIN, *, fused: bool = False) -> BenchCase:
+    """fused: ours is the explicit one-pass form, which gives loss and gradient at once; else it goes through autograd."""
+
     def make(maker: Maker) -> Arguments:
         return {"logits": maker.normal(rows, vocabulary, scale=2.0), "targets": maker.integers(0, vocabulary, rows)}
 
+    def ours(arguments: Arguments) -> Callable[[], Any]:
+        if fused:
+            return lambda: hw.cross_entropy_forward_backward(**arguments)
+        return lambda: hw.cross_entropy(**arguments)
+
     return BenchCase(
-        name=f"cross_entropy {rows} × {vocabulary}",
-        group="cross entropy",
+        name=f"cross_entropy {rows} × {vocabulary}" + (", one pass" if fused else ""),
         direction="forward+backward",
         make=make,
-        ours=lambda a: lambda: hw.cross_entropy(**a),
+        ours=ours,
+        explicit=fused,
         check=CrossEntropyCheck(),
         differentiable=("logits",),
         peers=_pytorch(lambda a: F.cross_entropy(a["logits"], a["targets"])),
+        flops=8.0 * rows * vocabulary,
         # One read of the logits and one write of their gradient.
-        bytes=element * 2.0 * rows * vocabulary,
-        requirements=requirements,
+        bytes=setting.dtype.itemsize * 2.0 * rows * vocabulary,
+        **setting.fields(),
     )
 
 
@@ -135,7 +177,7 @@ class CrossEntropyCheck:
         return first_output(oracle("cross_entropy")(arguments))
 
 
-def _moved(elements: int, direction: Direction, *, forward: int, backward: int) -> float:
-    """Elements moved when every operand is read or written once."""
-    passes = {"forward": forward, "backward": backward, "forward+backward": forward + backward}[direction]
-    return float(elements * passes)
+def _per_element(elements: int, direction: Direction, *, forward: int, backward: int) -> float:
+    """Operations, or operands moved when each is read or written once, over all elements."""
+    times = {"forward": forward, "backward": backward, "forward+backward": forward + backward}[direction]
+    return float(elements * times)

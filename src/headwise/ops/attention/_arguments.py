@@ -38,15 +38,15 @@ def flags(
     if causal:
         right = 0  # a window's right side is never negative, so "and j <= p" is all that is left of it
     if deterministic is None:
-        deterministic = q.device.type != "cuda" or torch.are_deterministic_algorithms_enabled()
+        deterministic = not q.is_cuda or torch.are_deterministic_algorithms_enabled()
     else:
         _checks.boolean(op, "deterministic", deterministic)
     return Flags(
-        left=left,
-        right=right,
-        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else _checks.positive(op, "scale", scale),
-        softcap=0.0 if softcap is None else _checks.positive(op, "softcap", softcap),
-        deterministic=deterministic,
+        left,
+        right,
+        1.0 / math.sqrt(q.shape[-1]) if scale is None else _checks.positive(op, "scale", scale),
+        0.0 if softcap is None else _checks.positive(op, "softcap", softcap),
+        deterministic,
     )
 
 
@@ -73,21 +73,21 @@ def _window(op: str, window: Window) -> tuple[int, int]:
 
 def qkv(op: str, q: Any, k: Any, v: Any | None, count: int, letters: tuple[str, str, str]) -> None:
     """q, k and v (or only q and k): dtype, device, rank, head dims, grouped heads, last dim contiguous."""
-    named: list[tuple[str, Any, str]] = [("q", q, letters[0]), ("k", k, letters[1])]
+    _operand(op, "q", q, q, count, letters[0])
+    _operand(op, "k", k, q, count, letters[1])
     if v is not None:
-        named.append(("v", v, letters[2]))
-    for name, x, shape in named:
-        _checks.floating(op, name, x)
-        _checks.dims(op, name, x, count, shape)
-    for name, x, _ in named[1:]:
-        _checks.same_dtype(op, name, x, "q", q)
-        _checks.same_device(op, name, x, "q", q)
-    for name, x, _ in named:
-        contiguous_last(op, name, x)
-        if x.shape[-1] == 0:
-            raise ValueError(f"{op}: {name} has shape {_checks.shape_of(x)}; its head dim needs to be at least 1")
+        _operand(op, "v", v, q, count, letters[2])
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"{op}: k has head dim {k.shape[-1]} and q has {q.shape[-1]}; they need to be equal")
+
+
+def _operand(op: str, name: str, x: Any, q: Any, count: int, letters: str) -> None:
+    _checks.floating(op, name, x)
+    _checks.dims(op, name, x, count, letters)
+    if x is not q:
+        _checks.same_dtype(op, name, x, "q", q)
+        _checks.same_device(op, name, x, "q", q)
+    contiguous_last(op, name, x)
 
 
 def grouped_heads(op: str, q_heads: int, k_heads: int) -> None:
@@ -98,10 +98,14 @@ def grouped_heads(op: str, q_heads: int, k_heads: int) -> None:
 
 
 def contiguous_last(op: str, name: str, x: Tensor) -> None:
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
+    """The head dim: at least one element, next to each other."""
+    length, stride = x.shape[-1], x.stride()[-1]
+    if stride != 1 and length > 1:
         raise ValueError(
-            f"{op}: {name} has stride {x.stride(-1)} in its last dim; it needs stride 1 there: call .contiguous()"
+            f"{op}: {name} has stride {stride} in its last dim; it needs stride 1 there: call .contiguous()"
         )
+    if length == 0:
+        raise ValueError(f"{op}: {name} has shape {_checks.shape_of(x)}; its head dim needs to be at least 1")
 
 
 def broadcastable(

@@ -57,9 +57,9 @@ def attention_decode(
     out, lse = _forward(
         p.q, k_cache, v_cache, lengths, block_table, sink, *p.flags, num_splits or 0, registry.choose(p.call, backend)
     )
-    if q.dim() == 3:
-        out, lse = out.squeeze(2), lse.squeeze(2)
-    return (out, lse) if return_lse else out
+    if q.dim() == 4:
+        return (out, lse) if return_lse else out
+    return (out.squeeze(2), lse.squeeze(2)) if return_lse else out.squeeze(2)
 
 
 def attention_decode_call(*args: Any, **kwargs: Any) -> registry.Call:
@@ -95,10 +95,7 @@ def _prepare(
     first = batch if block_table is None else k_cache.shape[0]
     heads, room = k_cache.shape[1], k_cache.shape[2]
     _checks.shape(op, "k_cache", k_cache, (first, heads, room, head_dim), letters)
-    _checks.shape(op, "v_cache", v_cache, (first, heads, room, v_cache.shape[3]), letters.replace("D)", "Dv)"))
-    for name, x in (("q", q), ("v_cache", v_cache)):
-        if x.shape[-1] == 0:
-            raise ValueError(f"{op}: {name} has shape {_checks.shape_of(x)}; its head dim needs to be at least 1")
+    _checks.shape(op, "v_cache", v_cache, (first, heads, room, v_cache.shape[3]), f"{letters[:-1]}v)")
     _arguments.grouped_heads(op, q_heads, heads)
     _arguments.per_batch(op, "lengths", lengths, q, batch)
     if block_table is not None:
@@ -118,7 +115,7 @@ def _prepare(
     call = registry.Call(
         op,
         launchers,
-        q.device.type,
+        _checks.device_type(q),
         q.dtype,
         {
             "B": batch, "Hq": q_heads, "Hk": heads, "Sq": q_length, "Sk": capacity, "D": head_dim,

@@ -153,7 +153,7 @@ def _prepare(
     call = registry.Call(
         op,
         ("attention_forward", "attention_backward") if gradient else ("attention_forward",),
-        q.device.type,
+        _checks.device_type(q),
         q.dtype,
         {
             "B": batch, "Hq": q_heads, "Hk": k_heads, "Sq": q_length, "Sk": k_length, "D": head_dim, "Dv": v.shape[3],

@@ -138,7 +138,7 @@ def _prepare(
     call = registry.Call(
         op,
         ("attention_varlen_forward", "attention_varlen_backward") if gradient else ("attention_varlen_forward",),
-        q.device.type,
+        _checks.device_type(q),
         q.dtype,
         {
             "Tq": q.shape[0], "Tk": k.shape[0], "Hq": q.shape[1], "Hk": k.shape[1], "Sq": max_seqlen_q,

@@ -1,0 +1,278 @@
+"""Attention forward in Triton, dense and packed: one kernel.
+
+A program owns a tile of queries and walks over the keys that some of its rows see, with an online softmax in registers.
+Keys that all of its rows see are visited without a mask; the ends of the range, with one. Dao, "FlashAttention-2", 2023.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwise import layout
+from headwise.backends.triton import tile_sizes
+from headwise.backends.triton.blocks import (
+    Strides,
+    block_of,
+    common_alignment,
+    load_rows,
+    load_scores,
+    score_strides,
+    store_rows,
+)
+from headwise.backends.triton.launch import Plan
+from headwise.backends.triton.scores import (
+    LN2,
+    dot_precision,
+    first_key,
+    in_band,
+    logit_unit,
+    packed_tile,
+    past_last_key,
+    power,
+    product,
+    tile_logits,
+)
+from headwise.backends.triton.tile_sizes import Tile
+
+if TYPE_CHECKING:
+    from headwise.ops.attention._arguments import Flags
+
+
+@triton.jit
+def _visit(
+    acc, highest, total, q_tile, k, v, mask, bias, begin, stop, gap_at, gap, first, past, row, rows_inside,
+    offset, keys, left, right,
+    k_s, v_s, m_q, m_k, b_q, b_k, scale, softcap,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CAP: tl.constexpr, PARTIAL: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the blocks of keys from ``begin`` to ``stop``; from ``gap_at`` on, ``gap`` keys are left out.
+
+    PARTIAL: some rows do not see some of these keys.
+    """
+    lane = tl.arange(0, KEYS)
+    GUARDED: tl.constexpr = PARTIAL or mask is not None or bias is not None  # a row may have seen nothing so far
+    for at in range(begin, stop, KEYS):
+        n = at + tl.where(at >= gap_at, gap, 0)
+        key = n + lane
+        inside = (key >= first) & (key < past)  # what no row of this tile sees may hold NaN: it is read as zero
+        key_base = tl.full((), 0, tl.int64) + n
+        k_tile = load_rows(k + key_base * k_s, lane, k_s, inside, D, BLOCK_D, PARTIAL)  # [KEYS, BLOCK_D]
+        products = product(q_tile, tl.trans(k_tile), None, PRECISION)  # [QUERIES, KEYS]
+        if GUARDED or HAS_CAP:
+            logits = tile_logits(products, scale, softcap, HAS_CAP, UNIT)
+            if bias is not None:
+                there = rows_inside[:, None] & inside[None, :]
+                logits += load_scores(bias, row[:, None], key[None, :], b_q, b_k, there).to(tl.float32) * UNIT
+            if PARTIAL:
+                seen = in_band((row + offset)[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
+                logits = tl.where(seen, logits, -float("inf"))
+            if mask is not None:
+                there = rows_inside[:, None] & inside[None, :]
+                allowed = load_scores(mask, row[:, None], key[None, :], m_q, m_k, there) != 0
+                logits = tl.where(allowed, logits, -float("inf"))
+            higher = tl.maximum(highest, tl.max(logits, 1))
+            reference = higher
+            if GUARDED:
+                reference = tl.where(higher == -float("inf"), 0.0, higher)
+            weights = power(logits - reference[:, None], UNIT)
+        else:
+            scale2 = scale * UNIT
+            higher = tl.maximum(highest, tl.max(products, 1) * scale2)
+            reference = higher
+            weights = power(products * scale2 - reference[:, None], UNIT)
+        shrink = power(highest - reference, UNIT)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        highest = higher
+        v_tile = load_rows(v + key_base * v_s, lane, v_s, inside, DV, BLOCK_DV, PARTIAL)  # [KEYS, BLOCK_DV]
+        if mask is not None or bias is not None:
+            # A key that is hidden from every row may hold NaN, and zero times NaN is NaN.
+            used = tl.max((logits > -float("inf")).to(tl.int32), 0) > 0
+            v_tile = tl.where(used[:, None], v_tile, 0.0).to(v_tile.dtype)
+        acc = product(weights, v_tile, acc, PRECISION)
+    return acc, highest, total
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_length", "k_length", "heads", "group", "tiles", "sequences", "longest_q", "longest_k", "left", "right", "q_b",
+        "q_h", "k_b", "k_h", "v_b", "v_h", "o_b", "o_h", "m_b", "m_h", "m_q", "b_b", "b_h", "b_q",
+    ]
+)  # fmt: skip
+def _forward(
+    q, k, v, out, lse, mask, bias, lengths, sink, cu_q, cu_k,
+    q_length, k_length, heads, group, tiles, sequences, longest_q, longest_k, left, right,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, m_b, m_h, m_q, m_k, b_b, b_h, b_q, b_k, scale, softcap,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ALIGN: tl.constexpr,
+    SEARCH: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    tile = tiles - 1 - program % tiles  # under a causal mask the last tiles have most to do: they go first
+    head = (program // tiles) % heads
+    batch = (program // tiles // heads).to(tl.int64)
+    key_head = head // group
+    rows, keys, bad = q_length, k_length, False
+    q_start, k_start = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    if cu_q is not None:
+        q_start, rows, k_start, keys, tile, bad = packed_tile(
+            tile, cu_q, cu_k, sequences, q_length, k_length, longest_q, longest_k, QUERIES, SEARCH
+        )
+    if lengths is not None:
+        length = tl.load(lengths + batch).to(tl.int64)
+        bad = (length < 0) | (length > k_length)
+        keys = tl.where(bad, 0, length).to(tl.int32)
+    if tile * QUERIES < rows:
+        lane = tl.arange(0, QUERIES)
+        row = tile * QUERIES + lane
+        rows_inside = row < rows
+        offset = keys - rows  # a query's position is its row plus this
+        tile_start = q_start + tile * QUERIES
+        q_base = q + tl.multiple_of(batch * q_b + head * q_h.to(tl.int64), ALIGN) + tile_start * q_s
+        q_tile = load_rows(q_base, lane, q_s, rows_inside, D, BLOCK_D, True)  # [QUERIES, BLOCK_D]
+        k_base = k + tl.multiple_of(batch * k_b + key_head * k_h.to(tl.int64), ALIGN) + k_start * k_s
+        v_base = v + tl.multiple_of(batch * v_b + key_head * v_h.to(tl.int64), ALIGN) + k_start * v_s
+        mask_base, bias_base = mask, bias
+        if mask is not None:
+            mask_base = mask + batch * m_b + head * m_h.to(tl.int64)
+        if bias is not None:
+            bias_base = bias + batch * b_b + head * b_h.to(tl.int64)
+
+        top, bottom = tile * QUERIES + offset, tl.minimum(tile * QUERIES + QUERIES, rows) - 1 + offset  # positions
+        first = first_key(top, left, HAS_LEFT)
+        past = past_last_key(bottom, keys, right, HAS_RIGHT)
+        # The range in whole blocks, and within it the blocks that every row sees all of.
+        start = first // KEYS * KEYS
+        whole = tl.maximum(start, (first_key(bottom, left, HAS_LEFT) + KEYS - 1) // KEYS * KEYS)
+        whole_past = past_last_key(top, keys, right, HAS_RIGHT) // KEYS * KEYS
+        if whole_past < whole:
+            whole, whole_past = start, start
+
+        acc = tl.zeros([QUERIES, BLOCK_DV], tl.float32)
+        highest = tl.full([QUERIES], -float("inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        # One loop over the blocks that all rows see all of, and one over those before and after them. In the first, every
+        # tile starts at keys of its own and comes round to the first: programs of one head that read the same keys at the
+        # same time wait for each other at the same part of the cache.
+        gap = whole_past - whole
+        shift = tl.where(gap > 0, tile * QUERIES // KEYS * KEYS % tl.maximum(gap, 1), 0)
+        acc, highest, total = _visit(
+            acc, highest, total, q_tile, k_base, v_base, mask_base, bias_base, whole + shift, whole_past + shift,
+            whole_past, -gap, first, past, row, rows_inside, offset, keys, left, right, k_s, v_s, m_q, m_k, b_q, b_k,
+            scale, softcap, HAS_LEFT,
+            HAS_RIGHT, HAS_CAP, False, D, DV, BLOCK_D, BLOCK_DV, KEYS, PRECISION, UNIT,
+        )  # fmt: skip
+        acc, highest, total = _visit(
+            acc, highest, total, q_tile, k_base, v_base, mask_base, bias_base, start, past - gap, whole, gap, first, past,
+            row, rows_inside, offset, keys, left, right, k_s, v_s, m_q, m_k, b_q, b_k, scale, softcap, HAS_LEFT,
+            HAS_RIGHT, HAS_CAP, True, D, DV, BLOCK_D, BLOCK_DV, KEYS, PRECISION, UNIT,
+        )  # fmt: skip
+
+        empty = total == 0.0
+        if sink is not None:
+            at_sink = tl.load(sink + head).to(tl.float32) * UNIT
+            higher = tl.maximum(highest, at_sink)
+            shrink = tl.where(empty, 0.0, power(highest - higher, UNIT))
+            total = total * shrink + power(at_sink - higher, UNIT)
+            acc = acc * shrink[:, None]
+            highest = higher
+        row_lse = tl.where(empty, -float("inf"), highest * (1.0 / UNIT) + tl.log2(total) * LN2)
+        result = acc * (1.0 / tl.where(empty, 1.0, total))[:, None]
+        if cu_q is not None or lengths is not None:
+            row_lse = tl.where(bad, float("nan"), row_lse)
+            result = tl.where(bad, float("nan"), result)
+        out_base = out + tl.multiple_of(batch * o_b + head * o_h.to(tl.int64), ALIGN) + tile_start * o_s
+        store_rows(out_base, lane, o_s, rows_inside, result, DV, BLOCK_DV)
+        tl.store(lse + (batch * heads + head) * q_length + tile_start + lane, row_lse, mask=rows_inside)
+
+
+# What a model calls once it calls again and again: working a launch out costs as much as the launch.
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], value_dim: int, q_strides: Strides, k_strides: Strides,
+    v_strides: Strides, out_strides: Strides, mask_strides: Strides, bias_strides: Strides, sequences: int | None,
+    max_q: int, max_k: int, flags: Flags, tile: Tile, element: int, precision: str, unit: float,
+) -> Plan:  # fmt: skip
+    """For q ``(B, Hq, Sq, D)`` and k ``(B, Hk, Sk, D)``; a packed batch of ``sequences`` is one entry of all tokens."""
+    batch, heads, q_length, head_dim = q_shape
+    tiles = -(-q_length // tile.queries) if sequences is None else packed_tiles(q_length, sequences, tile.queries)
+    return Plan(
+        _forward,
+        (tiles * heads * batch, 1, 1),
+        (
+            q_length, k_shape[2], heads, heads // k_shape[1], tiles, sequences or 0, max_q, max_k, flags.left,
+            flags.right, *q_strides[:3], *k_strides[:3], *v_strides[:3], *out_strides[:3], *mask_strides, *bias_strides,
+            flags.scale, flags.softcap,
+        ),
+        (
+            flags.left >= 0, flags.right >= 0, flags.softcap > 0, head_dim, value_dim, block_of(head_dim),
+            block_of(value_dim), tile.queries, tile.keys,
+            common_alignment(element, q_strides, k_strides, v_strides, out_strides), search_block(sequences or 0),
+            precision, unit,
+        ),
+        tile.warps,
+        tile.stages,
+        tile.registers,
+    )  # fmt: skip
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, kv_lengths: Tensor | None,
+    sink: Tensor | None, flags: Flags,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out = layout.empty_like_heads(q, v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if lse.numel():
+        _launch_forward(q, k, v, out, lse, mask, bias, kv_lengths, sink, None, None, 0, 0, flags)
+    return out, lse
+
+
+def attention_varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, sink: Tensor | None,
+    flags: Flags,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    tokens, heads, _ = q.shape
+    out = q.new_empty((tokens, heads, v.shape[2]))
+    lse = q.new_empty((heads, tokens), dtype=torch.float32)
+    if lse.numel():
+        # One sequence of all tokens, heads outside, that the kernel cuts up.
+        all_q, all_k, all_v, all_out = (x.transpose(0, 1)[None] for x in (q, k, v, out))
+        _launch_forward(
+            all_q, all_k, all_v, all_out, lse, None, None, None, sink, cu_q.contiguous(), cu_k.contiguous(), max_q, max_k,
+            flags,
+        )  # fmt: skip
+    return out, lse
+
+
+def _launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, bias: Tensor | None,
+    kv_lengths: Tensor | None, sink: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
+    flags: Flags,
+) -> None:  # fmt: skip
+    element, value_dim = q.element_size(), v.shape[3]
+    banded = flags.left >= 0 or flags.right >= 0
+    tile = tile_sizes.tile("attention_forward", 8 * element, max(q.shape[3], value_dim), banded, q.device)
+    plan = _plan(
+        q.shape, k.shape, value_dim, q.stride(), k.stride(), v.stride(), out.stride(), score_strides(mask),
+        score_strides(bias), None if cu_q is None else cu_q.shape[0] - 1, max_q, max_k, flags, tile, element,
+        dot_precision(q.dtype), logit_unit(q.dtype),
+    )  # fmt: skip
+    plan.launch(q, k, v, out, lse, mask, bias, kv_lengths, sink, cu_q, cu_k)
+
+
+def packed_tiles(tokens: int, sequences: int, tile: int) -> int:
+    """As many tiles as a packed batch can have at most: each sequence, and what is past the last, may end in a short one."""
+    return -(-tokens // tile) + sequences + 1
+
+
+def search_block(sequences: int) -> int:
+    """How many cu_seqlens a program looks at in one go: few variants, so that few kernels are compiled."""
+    return 128 if sequences <= 128 else 1024

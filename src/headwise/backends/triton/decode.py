@@ -1,0 +1,358 @@
+"""Decoding in Triton: the keys are split over the machine, and a second kernel merges the parts in a fixed order.
+
+A program serves all query heads of a key head (and all new tokens) with one read of its share of the cache: they are the
+rows of one tile. Shares are cut from each sequence's own keys, so a short sequence in a large cache still fills the
+machine. "Flash-Decoding", Dao et al., 2023; pages as in Kwon et al., "PagedAttention", 2023.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwise import layout
+from headwise.backends.triton.blocks import Strides, block_of, common_alignment, load_rows
+from headwise.backends.triton.launch import Plan
+from headwise.backends.triton.products import piece_of, row_products
+from headwise.backends.triton.rows import multiprocessors, power_of_two
+from headwise.backends.triton.scores import LN2, dot_precision, in_band, logit_unit, power, product, tile_logits
+from headwise.backends.triton.tile_sizes import Tile, architecture
+
+if TYPE_CHECKING:
+    from headwise.ops.attention._arguments import Flags
+
+# A sequence alone is split into about this many programs per multiprocessor, and no share is smaller than this many keys.
+# The batch has no say: a sequence gives the same bits in any batch.
+PROGRAMS_PER_MULTIPROCESSOR = 1
+SMALLEST_SHARE = 256
+
+# Shared memory that the tiles of one program may take, in KB: two programs or more fit on a multiprocessor.
+_SHARED_MEMORY = {"sm_80": 80, "sm_86": 48, "sm_90": 100, "sm_100": 100, "gfx942": 32}
+
+
+@triton.jit
+def _pages_of(table, start, past, PAGE: tl.constexpr, KEYS: tl.constexpr):
+    """The page of the block of keys that begins at ``start``, or the page of each of its keys where blocks cross pages."""
+    if PAGE % KEYS == 0:
+        return tl.load(table + start // PAGE, mask=start < past, other=0)
+    else:
+        key = start + tl.arange(0, KEYS)
+        return tl.load(table + key // PAGE, mask=key < past, other=0)
+
+
+@triton.jit
+def _any_wrong(table, start, stop, pages, BLOCK: tl.constexpr):
+    """int32: does one of the entries [start, stop) of a block table name a page that does not exist?"""
+    wrong = tl.zeros([BLOCK], tl.int32)
+    for first in range(start, stop, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        page = tl.load(table + entry, mask=entry < stop, other=0)
+        wrong = tl.maximum(wrong, ((page < 0) | (page >= pages)).to(tl.int32))
+    return tl.max(wrong, 0)
+
+
+@triton.jit
+def _join_sink(lse, sink, head, inside):
+    """``(joined, share)``: a log-sum-exp with the sink's logit in it, and how much of the weight is not the sink's."""
+    at_sink = tl.load(sink + head, mask=inside, other=0.0).to(tl.float32)
+    higher = tl.maximum(lse, at_sink)
+    joined = higher + tl.log2(power(lse - higher, 1.0) + power(at_sink - higher, 1.0)) * LN2
+    empty = lse == -float("inf")  # a query that sees nothing stays empty
+    return tl.where(empty, lse, joined), tl.where(empty, 0.0, power(lse - joined, 1.0))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_length", "group", "key_heads", "capacity", "pages", "splits", "row_blocks", "left", "table_b", "q_b", "q_h",
+        "q_s", "k_b", "k_h", "v_b", "v_h", "o_b", "o_h", "o_s",
+    ]
+)  # fmt: skip
+def _decode(
+    q, k, v, lengths, table, sink, out, lse,
+    q_length, group, key_heads, capacity, pages, splits, row_blocks, left, table_b,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, scale, softcap,
+    WHOLE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_CAP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """One share of one sequence's keys, for one key head.
+
+    WHOLE: it is the only one, and out and lse are the results; else they are ``[row, split, Dv]`` float32 and
+    ``[row, split]``, for `_merge_splits`. PAGE: the page size, 0 for a contiguous cache.
+    """
+    program = tl.program_id(0)
+    row_block = program % row_blocks
+    split = (program // row_blocks) % splits
+    key_head = (program // row_blocks // splits) % key_heads
+    batch = (program // row_blocks // splits // key_heads).to(tl.int64)
+
+    row = row_block * ROWS + tl.arange(0, ROWS)  # the tokens of a head are neighbours
+    rows_inside = row < group * q_length
+    token, head = row % q_length, key_head * group + row // q_length
+    result = (batch * key_heads * group + head) * q_length + token  # its row in (B, Hq, Sq)
+
+    whole_length = tl.load(lengths + batch).to(tl.int64)
+    bad = (whole_length < 0) | (whole_length > capacity)
+    length = tl.where(bad, 0, whole_length).to(tl.int32)
+    wrong = bad.to(tl.int32)
+    first = tl.full((), 0, tl.int32)
+    if HAS_LEFT:
+        first = tl.maximum(length - q_length - left, 0)  # the first key that some row sees
+    first_block = first // KEYS
+    blocks = (length + KEYS - 1) // KEYS - first_block
+    share = (blocks + splits - 1) // splits
+    begin = first_block + split * share
+    end = tl.minimum(begin + share, first_block + blocks)
+    if HAS_LEFT and PAGE > 0:
+        # Pages left of the window are not read, but a table that names pages that do not exist is bad all the same.
+        skipped = first_block * KEYS // PAGE
+        some = (skipped + splits - 1) // splits
+        stop = tl.minimum(split * some + some, skipped)
+        wrong = tl.maximum(wrong, _any_wrong(table + batch * table_b, split * some, stop, pages, 128))
+
+    if begin >= end and not WHOLE:
+        nothing = tl.where(wrong > 0, float("nan"), -float("inf"))
+        tl.store(lse + result * splits + split, tl.zeros([ROWS], tl.float32) + nothing, mask=rows_inside)
+    else:
+        lane = tl.arange(0, KEYS)
+        q_at = q + tl.multiple_of(batch * q_b + head.to(tl.int64) * q_h + token * q_s, ALIGN)
+        position = token + (length - q_length)
+        k_base = k + tl.multiple_of(key_head * k_h.to(tl.int64), ALIGN)
+        v_base = v + tl.multiple_of(key_head * v_h.to(tl.int64), ALIGN)
+        page = 0
+        crossed = tl.zeros([KEYS], tl.int32)  # as `wrong`, where each key has a page of its own
+        if PAGE == 0:
+            k_base += tl.multiple_of(batch * k_b, ALIGN)
+            v_base += tl.multiple_of(batch * v_b, ALIGN)
+        else:
+            table += batch * table_b
+            page = _pages_of(table, begin * KEYS, length, PAGE, KEYS)
+
+        acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+        highest = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for block in tl.range(begin, end, num_stages=STAGES):
+            start = block * KEYS
+            key = start + lane
+            inside = (key >= first) & (key < length)  # what no row sees may hold NaN: it is read as zero
+            if PAGE == 0:
+                at = tl.full((), 0, tl.int64) + start
+                k_at, v_at, slot = k_base + at * k_s, v_base + at * v_s, lane
+            else:
+                exists = (page >= 0) & (page < pages)
+                number = tl.where(exists, page, 0).to(tl.int64)
+                k_at, v_at = k_base + tl.multiple_of(number * k_b, ALIGN), v_base + tl.multiple_of(number * v_b, ALIGN)
+                inside = inside & exists
+                if PAGE % KEYS == 0:
+                    slot = start % PAGE + lane
+                    wrong = tl.maximum(wrong, (exists == 0).to(tl.int32))
+                else:
+                    slot = key % PAGE
+                    k_at, v_at = k_at[:, None], v_at[:, None]
+                    crossed = tl.maximum(crossed, (exists == 0).to(tl.int32))
+                # One block ahead: the loads of keys and values, which are several blocks ahead, must not wait for it.
+                page = _pages_of(table, start + KEYS, length, PAGE, KEYS)
+            products = row_products(q_at, rows_inside, k_at, slot, k_s, inside, D, BLOCK_D, PIECE, PRECISION)
+            logits = tile_logits(products, scale, softcap, HAS_CAP, UNIT)
+            seen = in_band(position[:, None], key[None, :], length, left, 0, HAS_LEFT, True)
+            logits = tl.where(seen, logits, -float("inf"))  # [ROWS, KEYS]
+            higher = tl.maximum(highest, tl.max(logits, 1))
+            reference = tl.where(higher == -float("inf"), 0.0, higher)
+            weights = power(logits - reference[:, None], UNIT)
+            shrink = power(highest - reference, UNIT)
+            total = total * shrink + tl.sum(weights, 1)
+            highest = higher
+            v_tile = load_rows(v_at, slot, v_s, inside, DV, BLOCK_DV, True)  # [KEYS, BLOCK_DV]
+            acc = product(weights.to(v_tile.dtype), v_tile, acc * shrink[:, None], PRECISION)
+
+        if PAGE > 0 and PAGE % KEYS != 0:
+            wrong = tl.maximum(wrong, tl.max(crossed, 0))
+        empty = total == 0.0
+        row_lse = tl.where(empty, -float("inf"), highest * (1.0 / UNIT) + tl.log2(total) * LN2)
+        scaling = 1.0 / tl.where(empty, 1.0, total)
+        if WHOLE and sink is not None:
+            row_lse, not_sink = _join_sink(row_lse, sink, head, rows_inside)
+            scaling *= not_sink
+        row_lse = tl.where(wrong > 0, float("nan"), row_lse)
+        tl.store(lse + result * splits + split, row_lse, mask=rows_inside)
+        values = tl.where(wrong > 0, float("nan"), acc * scaling[:, None])
+        dv = tl.arange(0, BLOCK_DV)
+        if WHOLE:
+            o_at = out + batch * o_b + head.to(tl.int64) * o_h + token * o_s
+        else:
+            o_at = out + (result * splits + split) * DV
+        o_inside = rows_inside[:, None] & (dv < DV)[None, :]
+        tl.store(o_at[:, None] + dv[None, :], values.to(out.dtype.element_ty), mask=o_inside)
+
+
+@triton.jit(do_not_specialize=["q_length", "heads", "splits", "o_b", "o_h", "o_s"])
+def _merge_splits(
+    parts, part_lses, sink, out, lse, q_length, heads, splits, o_b, o_h, o_s,
+    DV: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """out and lse of one row, from its parts ``[split, Dv]``: always in the order of the splits, SPLITS at a time."""
+    result = tl.program_id(0).to(tl.int64)
+    token, head = result % q_length, (result // q_length) % heads
+    batch = result // q_length // heads
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    parts += result * splits * DV
+    part_lses += result * splits
+    acc = tl.zeros([COLUMNS], tl.float32)
+    highest = tl.full((), -float("inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    bad = tl.full((), 0, tl.int32)
+    for first in range(0, splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        lses = tl.load(part_lses + split, mask=split < splits, other=-float("inf"))
+        there = lses > -float("inf")  # nobody wrote the values of the others
+        bad = tl.maximum(bad, tl.max((lses != lses).to(tl.int32), 0))
+        at = parts + split[:, None] * DV + column[None, :]
+        values = tl.load(at, mask=there[:, None] & (column < DV)[None, :], other=0.0)
+        higher = tl.maximum(highest, tl.max(lses, 0))
+        reference = tl.where(higher == -float("inf"), 0.0, higher)
+        weights = tl.where(there, power(lses - reference, 1.0), 0.0)
+        shrink = power(highest - reference, 1.0)
+        total = total * shrink + tl.sum(weights, 0)
+        acc = acc * shrink + tl.sum(values * weights[:, None], 0)
+        highest = higher
+    empty = total == 0.0
+    row_lse = tl.where(empty, -float("inf"), highest + tl.log2(total) * LN2)
+    scaling = 1.0 / tl.where(empty, 1.0, total)
+    if sink is not None:
+        row_lse, not_sink = _join_sink(row_lse, sink, head, True)
+        scaling *= not_sink
+    acc = tl.where(bad > 0, float("nan"), acc * scaling)
+    if tl.program_id(1) == 0:
+        tl.store(lse + result, tl.where(bad > 0, float("nan"), row_lse))
+    o_at = out + batch * o_b + head * o_h + token * o_s + column
+    tl.store(o_at, acc.to(out.dtype.element_ty), mask=column < DV)
+
+
+def attention_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, block_table: Tensor | None, sink: Tensor | None,
+    flags: Flags, num_splits: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    tile = decode_tile(q.element_size(), q.shape[3], v_cache.shape[3], rows_of(q, k_cache), architecture(q.device))
+    if num_splits == 0:
+        span = capacity_of(k_cache, block_table)
+        if flags.left >= 0:
+            span = min(span, flags.left + q.shape[2])
+        programs = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(q)
+        per_split = k_cache.shape[1] * max(1, -(-rows_of(q, k_cache) // tile.queries))
+        num_splits = min(programs // per_split, -(-span // SMALLEST_SHARE))
+    return decode_with(tile, num_splits, q, k_cache, v_cache, lengths, block_table, sink, flags)
+
+
+def decode_with(
+    tile: Tile, num_splits: int, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
+    block_table: Tensor | None, sink: Tensor | None, flags: Flags,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention_decode` with these tile sizes and this many splits, or one per block of keys if there are fewer."""
+    out = layout.empty_like_heads(q, v_cache.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if lse.numel() == 0:
+        return out, lse
+    if block_table is not None and block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
+    plans = _plans(
+        tile, num_splits, q.shape, k_cache.shape, v_cache.shape[3], q.stride(), k_cache.stride(), v_cache.stride(),
+        out.stride(), None if block_table is None else (*block_table.shape, block_table.stride(0)), q.element_size(),
+        flags, dot_precision(q.dtype), logit_unit(q.dtype),
+    )  # fmt: skip
+    lengths = lengths.contiguous()
+    if plans.merge is None:
+        plans.decode.launch(q, k_cache, v_cache, lengths, block_table, sink, out, lse)
+        return out, lse
+    parts = q.new_empty(plans.parts, dtype=torch.float32)
+    part_lses = q.new_empty(plans.parts[:2], dtype=torch.float32)
+    plans.decode.launch(q, k_cache, v_cache, lengths, block_table, sink, parts, part_lses)
+    plans.merge.launch(parts, part_lses, sink, out, lse)
+    return out, lse
+
+
+class _Plans(NamedTuple):
+    decode: Plan
+    merge: Plan | None  # none where one program sees all keys of a sequence
+    parts: tuple[int, int, int]  # of results of all splits: [rows, splits, Dv]
+
+
+# A model decodes with the same shapes again and again: working the launches out costs as much as the launches.
+@functools.lru_cache(maxsize=4096)
+def _plans(
+    tile: Tile, num_splits: int, q_shape: tuple[int, ...], k_shape: tuple[int, ...], dv: int, q_strides: Strides,
+    k_strides: Strides, v_strides: Strides, out_strides: Strides, table: tuple[int, int, int] | None, element: int,
+    flags: Flags, precision: str, unit: float,
+) -> _Plans:  # fmt: skip
+    """``table``: sequences, pages of each, and the stride between them."""
+    batch, heads, q_length, head_dim = q_shape
+    key_heads, block_d = k_shape[1], block_of(head_dim)
+    capacity = k_shape[2] * (1 if table is None else table[1])
+    splits = max(1, min(num_splits, -(-capacity // tile.keys)))
+    row_blocks = -(-(heads // key_heads * q_length) // tile.queries)
+    left = flags.left if flags.left < capacity - 1 else -1  # a window that reaches over the whole cache is none
+    # A cache without a single slot has no pages to look up.
+    page_size = 0 if table is None else max(1, k_shape[2])
+    rows = batch * heads * q_length
+    decode = Plan(
+        _decode,
+        (row_blocks * splits * key_heads * batch, 1, 1),
+        (
+            q_length, heads // key_heads, key_heads, capacity, k_shape[0], splits, row_blocks, left,
+            0 if table is None else table[2], *q_strides[:3], *k_strides[:3], *v_strides[:3], *out_strides[:3],
+            flags.scale, flags.softcap,
+        ),
+        (
+            splits == 1, left >= 0, flags.softcap > 0, page_size, head_dim, dv, block_d, block_of(dv), tile.queries,
+            tile.keys, tile.stages, piece_of(block_d, element),
+            common_alignment(element, q_strides, k_strides, v_strides), precision, unit,
+        ),
+        tile.warps,
+        tile.stages,
+        tile.registers,
+    )  # fmt: skip
+    if splits == 1:
+        return _Plans(decode, None, (rows, 1, dv))
+    columns, split_block = merge_tile(dv, splits)
+    merge = Plan(
+        _merge_splits,
+        (rows, -(-dv // columns), 1),
+        (q_length, heads, splits, *out_strides[:3]),
+        (dv, columns, split_block),
+        4,
+        1,
+    )
+    return _Plans(decode, merge, (rows, splits, dv))
+
+
+def rows_of(q: Tensor, k_cache: Tensor) -> int:
+    """Rows that share a read of the cache: the query heads of a key head, times the new tokens."""
+    return q.shape[1] // k_cache.shape[1] * q.shape[2]
+
+
+def capacity_of(k_cache: Tensor, block_table: Tensor | None) -> int:
+    return k_cache.shape[2] * (1 if block_table is None else block_table.shape[1])
+
+
+@functools.lru_cache(maxsize=256)
+def decode_tile(element_size: int, head_dim: int, v_dim: int, rows: int, arch: str) -> Tile:
+    """Rows padded to what the matrix units take; keys and stages as shared memory allows."""
+    block_d, block_dv = block_of(head_dim), block_of(v_dim)
+    room = 16384 // (max(block_d, block_dv) * element_size)
+    queries = min(max(16, power_of_two(rows)), max(16, min(room, 128 // element_size)))
+    bytes_per_key = (block_d + block_dv) * element_size
+    # Four warps would run out of registers where there is more than this, float32 above all.
+    warps = 4 if queries == 16 and bytes_per_key * element_size < 4096 else 8
+    for keys, stages in ((64, 3), (32, 4), (32, 3), (16, 4), (16, 3), (16, 2)):
+        if keys * (stages - 1) * bytes_per_key <= _SHARED_MEMORY[arch] * 1024:
+            return Tile(queries, keys, warps, stages)
+    return Tile(queries, 16, warps, 1)
+
+
+def merge_tile(v_dim: int, splits: int) -> tuple[int, int]:
+    """``(columns, splits)`` of a program of `_merge_splits`: few variants, and enough loads in flight."""
+    return min(block_of(v_dim), 128), 16 if splits <= 16 else 64

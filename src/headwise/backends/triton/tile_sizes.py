@@ -1,0 +1,104 @@
+"""Tile sizes of the attention kernels: read from data files, one per architecture, never searched in a user's process.
+
+A file in tile_tables/ maps a kernel and a shape class to a `Tile`. `headwise tune` measures candidates on the GPU at hand
+and writes such a file; HEADWISE_TILES names one to use instead of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from headwise.config import settings
+
+TABLES = Path(__file__).parent / "tile_tables"
+Table = dict[str, dict[str, dict[str, int]]]
+_forced: dict[str, Tile] = {}
+
+
+class Tile(NamedTuple):
+    """Rows of queries and of keys that a program works on at once, its warps, and how many loads ahead it is."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int = 0  # the most a thread may use; 0: as many as the compiler likes
+    passes: int = 1  # 2: dk and dv one after the other
+
+
+def shape_class(bits: int, head_dim: int, banded: bool) -> str:
+    """``head_dim`` is a power of two; banded: causal or a window."""
+    return f"{bits}-bit, head dim {head_dim}" + (", banded" if banded else "")
+
+
+def tile(kernel: str, bits: int, head_dim: int, banded: bool, device: torch.device) -> Tile:
+    """``head_dim``: the wider one of q and v, as it is."""
+    return _forced.get(kernel) or _tile(kernel, bits, head_dim, banded, device)
+
+
+@contextmanager
+def forced(kernel: str, tile: Tile) -> Iterator[None]:
+    """Within the block every call of ``kernel`` works in this tile, whatever the table says: for `headwise tune`."""
+    _forced[kernel] = tile
+    try:
+        yield
+    finally:
+        del _forced[kernel]
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """The name of the table that fits this GPU best."""
+    if device.type != "cuda":
+        return "sm_80"  # the interpreter
+    if torch.version.hip is not None:
+        return "gfx942"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major == 9 or (major == 10 and minor == 0):
+        return "sm_90" if major == 9 else "sm_100"
+    # 8.6, 8.9 and 12.0 are the consumer cards: 99 KB of shared memory where the others have 163 or more.
+    return "sm_80" if (major, minor) in ((8, 0), (8, 7), (10, 3), (11, 0)) else "sm_86"
+
+
+@functools.cache
+def _tile(kernel: str, bits: int, head_dim: int, banded: bool, device: torch.device) -> Tile:
+    padded = max(16, 1 << (head_dim - 1).bit_length())
+    rows = table(architecture(device))[kernel]
+    for name in (shape_class(bits, padded, banded), shape_class(bits, padded, False)):
+        if name in rows:
+            return Tile(**rows[name])
+    raise KeyError(
+        f"the tile table of {architecture(device)} has no row for {kernel}, {shape_class(bits, padded, banded)}"
+    )
+
+
+@functools.cache
+def table(arch: str) -> Table:
+    """Our table of this architecture, with the rows of the user's own file, if there is one, in place of ours."""
+    rows: Table = _read(TABLES / f"{arch}.json")["tiles"]
+    if settings.tiles is not None:
+        for kernel, own in _read(Path(settings.tiles))["tiles"].items():
+            rows.setdefault(kernel, {}).update(own)
+    return rows
+
+
+def forget() -> None:
+    """Read the files again at the next call (after `settings.tiles` was changed)."""
+    _tile.cache_clear()
+    table.cache_clear()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+        content["tiles"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"the tile table {path} cannot be read: {error!r}") from error
+    return content

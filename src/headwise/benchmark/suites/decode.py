@@ -1,0 +1,108 @@
+"""Decode cases: one new token per sequence over a cache, contiguous or paged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.benchmark.case import BenchCase, Contender, Requirement
+from headwise.benchmark.correctness import first_output, oracle
+from headwise.benchmark.timing import Timed
+from headwise.testing import Arguments, Maker, Outputs
+
+CONTIGUOUS = "our contiguous"
+
+
+class Cache(NamedTuple):
+    batch: int
+    length: int
+    heads: int = 32
+    key_heads: int = 8
+    head_dim: int = 128
+
+
+@dataclass(frozen=True)
+class EntriesCheck:
+    """The truth of the last entries of the batch, which do not touch the others."""
+
+    entries: int
+
+    def compute(self, arguments: Arguments, grad_out: Tensor | None) -> Outputs:
+        assert grad_out is None, "decoding is timed forward"
+        paged = "block_table" in arguments
+        of_entries = ("q", "lengths", "block_table") if paged else ("q", "lengths", "k_cache", "v_cache")
+        part = {name: self._last(x) if name in of_entries else x for name, x in arguments.items()}
+        return {"out": first_output(oracle("attention_decode")(part))}
+
+    def pick(self, results: Outputs) -> Outputs:
+        return {name: self._last(x) for name, x in results.items()}
+
+    def _last(self, x: Tensor) -> Tensor:
+        return x[-self.entries :]
+
+
+def decode_case(
+    group: str,
+    cache: Cache,
+    timed: Timed,
+    dtype: torch.dtype,
+    *,
+    page_size: int | None = None,
+    peers: tuple[Contender, ...] = (),
+    requirements: tuple[Requirement, ...] = (),
+) -> BenchCase:
+    """`headwise.attention_decode` over full caches; with ``page_size``, over pages in random order."""
+    batch, length, heads, key_heads, head_dim = cache
+
+    def make(maker: Maker) -> Arguments:
+        q = maker.normal(batch, heads, head_dim)
+        lengths = torch.full((batch,), length, dtype=torch.int32, device=maker.device)
+        if page_size is None:
+            k, v = (maker.normal(batch, key_heads, length, head_dim) for _ in range(2))
+            return {"q": q, "k_cache": k, "v_cache": v, "lengths": lengths}
+        per_sequence = -(-length // page_size)
+        pages = batch * per_sequence
+        k, v = (maker.normal(pages, key_heads, page_size, head_dim) for _ in range(2))
+        shuffled = torch.randperm(pages, generator=torch.Generator().manual_seed(maker.seed))
+        table = shuffled.reshape(batch, per_sequence).to(maker.device, torch.int32)
+        return {"q": q, "k_cache": k, "v_cache": v, "lengths": lengths, "block_table": table}
+
+    return BenchCase(
+        name=f"B {batch} length {length}",
+        group=group,
+        direction="forward",
+        make=make,
+        ours=_ours,
+        check=EntriesCheck(min(batch, 2)),
+        peers=peers,
+        flops=4.0 * batch * heads * length * head_dim,
+        bytes=2.0 * dtype.itemsize * batch * key_heads * length * head_dim,
+        requirements=requirements,
+        dtype=dtype,
+        timed=timed,
+        counted="bytes",
+    )
+
+
+def contiguous_yardstick() -> Contender:
+    """Our own decoding of the same tokens laid end to end."""
+    return Contender(CONTIGUOUS, _contiguous, yardstick=True)
+
+
+def _ours(arguments: Arguments) -> Callable[[], Tensor]:
+    return lambda: cast(Tensor, hw.attention_decode(**arguments))
+
+
+def _contiguous(arguments: Arguments) -> Callable[[], Tensor]:
+    table = arguments["block_table"].long()
+    length = int(arguments["lengths"].max())
+    laid_out = {}
+    for name in ("k_cache", "v_cache"):
+        gathered = arguments[name][table].transpose(1, 2)  # (B, Hk, pages of a sequence, page size, D)
+        laid_out[name] = gathered.flatten(2, 3)[:, :, :length]
+    return _ours({"q": arguments["q"], "lengths": arguments["lengths"], **laid_out})

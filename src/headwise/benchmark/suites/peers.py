@@ -1,0 +1,87 @@
+"""Peers on a GPU: each kernel of PyTorch's attention by itself, and FlexAttention, compiled.
+
+A peer that cannot run a case raises `Absent` when it is prepared, and the report says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from headwise.benchmark.case import Absent, Contender, Prepare
+from headwise.benchmark.suites.attention import QKV, sdpa
+from headwise.testing import Arguments
+
+FA2, CUDNN, EFFICIENT, MATH, FLEX = "FA2", "cuDNN", "SDPA efficient", "SDPA math", "FlexAttention"
+_KERNELS = {
+    FA2: SDPBackend.FLASH_ATTENTION,
+    CUDNN: SDPBackend.CUDNN_ATTENTION,
+    EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+    MATH: SDPBackend.MATH,
+}
+
+
+def sdpa_peers(*names: str) -> tuple[Contender, ...]:
+    """PyTorch's attention with one of its kernels each, and no other allowed."""
+    return tuple(_sdpa_peer(name, sdpa) for name in names)
+
+
+def sdpa_decode_peers(*names: str) -> tuple[Contender, ...]:
+    return tuple(_sdpa_peer(name, _sdpa_decode) for name in names)
+
+
+def flex_peer() -> Contender:
+    return Contender(FLEX, _flex)
+
+
+def _sdpa_peer(name: str, prepare: Callable[[Arguments], Callable[[], Tensor]]) -> Contender:
+    def prepare_and_try(arguments: Arguments) -> Callable[[], Tensor]:
+        return _tried(prepare(arguments), arguments)
+
+    # Chosen around a whole sample: choosing costs as much Python as a small call.
+    return Contender(name, cast(Prepare, prepare_and_try), scope=lambda: sdpa_kernel(_KERNELS[name]))
+
+
+def _tried(call: Callable[[], Tensor], arguments: Arguments) -> Callable[[], Tensor]:
+    """The call, which ran once, backward too where gradients are wanted: what is compiled, is compiled now."""
+    try:
+        out = call()
+        wanted = [x for x in arguments.values() if isinstance(x, Tensor) and x.requires_grad]
+        if wanted:
+            torch.autograd.grad(out, wanted, torch.ones_like(out))
+    except Exception as error:  # no such kernel for this call, out of memory, a compiler that gives up
+        lines = str(error).strip().splitlines() or [""]
+        raise Absent(f"{type(error).__name__}: {lines[0]}") from error
+    return call
+
+
+def _sdpa_decode(arguments: Arguments) -> Callable[[], Tensor]:
+    """One new token over full caches: what PyTorch's attention can say of decoding."""
+    q, k, v = arguments["q"][:, :, None], arguments["k_cache"], arguments["v_cache"]
+    return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[:, :, 0]
+
+
+def _flex(arguments: Arguments) -> Callable[[], Tensor]:
+    # Here and not above: it brings the compiler with it.
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, k, v = (arguments[name] for name in QKV)
+    if arguments["window"] is not None:
+        raise Absent("no mask was written for a window")
+    torch.compiler.reset()  # every case compiles afresh, instead of running into the limit on recompilations
+    options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]}
+    if arguments["causal"]:
+        # Its diagonal starts at the top left, which is the same where there are as many queries as keys.
+        assert q.shape[2] == k.shape[2]
+        options["block_mask"] = create_block_mask(_no_key_after, None, None, q.shape[2], k.shape[2], device=q.device)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return _tried(lambda: compiled(q, k, v, **options), arguments)
+
+
+def _no_key_after(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
