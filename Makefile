@@ -7,6 +7,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+NEWEST := $(VENV)/newest-triton
 
 # Debian packages, one per line. Missing ones are installed when make runs as root, and named when it does not.
 # (python3-venv is asked for by itself, only where Python cannot make virtual environments.)
@@ -33,6 +34,10 @@ test: $(STAMP)
 	@echo "headwise: the Triton kernels, in Triton's interpreter"
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TRITON_INTERPRET=1 \
 	    $(BIN)/python -m pytest -n $(WORKERS) -k triton tests/test_conformance.py
+	@$(MAKE) --no-print-directory $(NEWEST)/.installed
+	@echo "headwise: the Triton kernels, compiled by the newest release of Triton"
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONPATH=$(NEWEST) \
+	    $(BIN)/python -m pytest -n $(WORKERS) tests/test_triton_compiles.py tests/test_triton_tile_tables.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -59,6 +64,13 @@ $(STAMP): pyproject.toml constraints.txt requirements-test.txt
 	    echo "  torch and triton are pinned in constraints.txt. A CUDA build of torch brings its own triton and several" ; \
 	    echo "  gigabytes with it: give pip a source of CPU builds (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS or pip.conf)." ; \
 	    exit 1 ; }
+	@touch $@
+
+# The newest Triton, beside the one that matches PyTorch: compiling needs no GPU and no PyTorch.
+$(NEWEST)/.installed: requirements-newest-triton.txt $(STAMP)
+	@echo "headwise: installing the newest Triton into $(NEWEST)"
+	@rm -rf $(NEWEST)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(NEWEST) -r $<
 	@touch $@
 
 clean:

@@ -92,6 +92,7 @@ SUITE = Suite(
         Case("window (0, 0)", {"sq": 130, "d": 32, "window": (0, 0)}, QUICK),
         Case("window (7, 3)", {"sq": 170, "d": 16, "window": (7, 3)}, QUICK),
         Case("window (None, 5)", {"sq": 170, "d": 16, "window": (None, 5)}, QUICK),
+        Case("window (3, 2³¹ - 1)", {"sq": 70, "d": 16, "window": (3, 2**31 - 1)}, QUICK),
         Case("window (300, None)", {"sq": 900, "d": 16, "window": (300, None)}),
         Case("window (300, 0), 1500 tokens", {"sq": 1500, "hq": 1, "d": 32, "window": (300, 0)}),
         Case("window of fewer queries", {"sq": 65, "sk": 400, "d": 32, "causal": True, "window": (50, -1)}, QUICK),

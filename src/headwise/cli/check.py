@@ -8,10 +8,13 @@ command asks for something that is not here.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
+import multiprocessing
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,6 +66,17 @@ class Tally:
     not_supported: dict[str, str] = field(default_factory=dict)  # case -> the backend's reason
     seconds: float = 0.0
 
+    def add(self, other: Tally) -> None:
+        self.runs += other.runs
+        self.cases |= other.cases
+        self.dtypes |= other.dtypes
+        self.failures += other.failures
+        self.not_supported |= other.not_supported
+        self.seconds += other.seconds
+        # "not <=": a NaN is worse than any number
+        if other.worst is not None and (self.worst is None or not other.worst.error.usage <= self.worst.error.usage):
+            self.worst = other.worst
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("check", help="run the conformance cases on this machine", description=__doc__)
@@ -74,6 +88,13 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="only the small cases")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes to share the cases (a GPU backend compiles for long)",
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
@@ -83,7 +104,9 @@ def run(args: argparse.Namespace) -> int:
         raise _terminal.UsageError("no case is left to run with these options")
     started = time.perf_counter()
     quiet = args.json or not sys.stderr.isatty()
-    tallies = _run(_with_progress(jobs, quiet), args.seed)
+    if args.jobs < 1:
+        raise _terminal.UsageError(f"--jobs is {args.jobs}; it needs at least one process")
+    tallies = _run(jobs, args.seed, args.jobs, quiet)
     ok = not any(tally.failures for tally in tallies)
     if args.json:
         _terminal.print_json(_as_json(tallies, args, ok))
@@ -145,15 +168,30 @@ def _with_progress(jobs: list[Job], quiet: bool) -> Iterator[Job]:
             progress.advance(task)
 
 
-def _run(jobs: Iterable[Job], seed: int) -> list[Tally]:
+def _run(jobs: list[Job], seed: int, processes: int, quiet: bool) -> list[Tally]:
     tallies: dict[tuple[str, str], Tally] = {}
-    for job in jobs:
-        key = (job.suite.op, job.backend)
-        tally = tallies.setdefault(key, Tally(*key))
-        started = time.perf_counter()
-        _run_one(job, seed, tally)
-        tally.seconds += time.perf_counter() - started
+    for tally in _tally_each(jobs, seed, processes, quiet):
+        tallies.setdefault((tally.op, tally.backend), Tally(tally.op, tally.backend)).add(tally)
     return list(tallies.values())
+
+
+def _tally_each(jobs: list[Job], seed: int, processes: int, quiet: bool) -> Iterator[Tally]:
+    """A tally of every job, in order."""
+    if processes == 1:
+        yield from (_tally(job, seed) for job in _with_progress(jobs, quiet))
+        return
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        results = pool.map(_tally, jobs, itertools.repeat(seed), chunksize=max(1, min(8, len(jobs) // (4 * processes))))
+        for _ in _with_progress(jobs, quiet):
+            yield next(results)
+
+
+def _tally(job: Job, seed: int) -> Tally:
+    tally = Tally(job.suite.op, job.backend)
+    started = time.perf_counter()
+    _run_one(job, seed, tally)
+    tally.seconds = time.perf_counter() - started
+    return tally
 
 
 def _run_one(job: Job, seed: int, tally: Tally) -> None:

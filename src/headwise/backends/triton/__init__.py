@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headwise.backends.triton import tile_sizes
 from headwise.config import settings
 
 if TYPE_CHECKING:
     from headwise.backends.registry import Call
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_WIDEST_HEAD = 512
 
 # launcher -> module of this folder
 LAUNCHERS = {
@@ -47,4 +50,16 @@ def unavailable() -> str | None:
 
 
 def supports(call: Call) -> str | None:
+    widest = max(call.sizes.get("D", 0), call.sizes.get("Dv", 0))
+    if widest <= 256 or call.op == "merge_attention":
+        return None
+    if widest > _WIDEST_HEAD:
+        return f"its kernels hold heads of at most {_WIDEST_HEAD}, and this head dim is {widest}"
+    backward = any(name.endswith("backward") for name in call.launchers)
+    if backward and call.op != "attention_probs" and call.device == "cuda":
+        arch = tile_sizes.architecture(torch.device("cuda", torch.cuda.current_device()))
+        if not tile_sizes.covers("attention_backward_keys", 8 * call.dtype.itemsize, widest, arch):
+            return (
+                f"gradients of a head dim of {widest} in this dtype do not fit the shared memory of this GPU ({arch})"
+            )
     return None

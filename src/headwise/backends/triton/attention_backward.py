@@ -33,6 +33,7 @@ from headwise.backends.triton.blocks import (
 )
 from headwise.backends.triton.launch import Plan
 from headwise.backends.triton.scores import (
+    band_of,
     cap_slope,
     dot_precision,
     first_key,
@@ -449,7 +450,7 @@ def _plans(
         q_tiles = packed_tiles(q_length, sequences, queries.queries)
         k_tiles = packed_tiles(k_length, sequences, keys.keys)
     sizes = (q_length, k_length, heads, heads // key_heads)
-    band = (sequences or 0, max_q, max_k, flags.left, flags.right)
+    band = (sequences or 0, max_q, max_k, *band_of(flags, q_length, k_length))
     qkv = (*q_strides[:3], *k_strides[:3], *v_strides[:3])
     scores = (*mask_strides, *bias_strides, flags.scale, flags.softcap)
     variants = (flags.left >= 0, flags.right >= 0, flags.softcap > 0)

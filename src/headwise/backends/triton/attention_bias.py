@@ -17,7 +17,7 @@ from torch import Tensor
 from headwise.backends.triton.blocks import aligned_elements, block_of, load_rows, load_scores, score_strides
 from headwise.backends.triton.launch import launch
 from headwise.backends.triton.rows import multiprocessors
-from headwise.backends.triton.scores import dot_precision, in_band, logit_unit, power, product, tile_logits
+from headwise.backends.triton.scores import band_of, dot_precision, in_band, logit_unit, power, product, tile_logits
 
 if TYPE_CHECKING:
     from headwise.ops.attention._arguments import Flags
@@ -164,7 +164,8 @@ def bias_gradient(
         (owners, shares, 1),
         (grad_out, q, k, v, stats, mask, bias, kv_lengths, parts),
         (
-            batch, heads, heads // k.shape[1], q_length, k_length, q_tiles, k_tiles, shares, flags.left, flags.right,
+            batch, heads, heads // k.shape[1], q_length, k_length, q_tiles, k_tiles, shares,
+            *band_of(flags, q_length, k_length),
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3], *score_strides(mask),
             *score_strides(bias), flags.scale, flags.softcap,
         ),

@@ -28,6 +28,7 @@ from headwise.backends.triton.blocks import (
 from headwise.backends.triton.launch import Plan
 from headwise.backends.triton.scores import (
     LN2,
+    band_of,
     dot_precision,
     first_key,
     in_band,
@@ -208,9 +209,9 @@ def _plan(
         _forward,
         (tiles * heads * batch, 1, 1),
         (
-            q_length, k_shape[2], heads, heads // k_shape[1], tiles, sequences or 0, max_q, max_k, flags.left,
-            flags.right, *q_strides[:3], *k_strides[:3], *v_strides[:3], *out_strides[:3], *mask_strides, *bias_strides,
-            flags.scale, flags.softcap,
+            q_length, k_shape[2], heads, heads // k_shape[1], tiles, sequences or 0, max_q, max_k,
+            *band_of(flags, q_length, k_shape[2]), *q_strides[:3], *k_strides[:3], *v_strides[:3], *out_strides[:3],
+            *mask_strides, *bias_strides, flags.scale, flags.softcap,
         ),
         (
             flags.left >= 0, flags.right >= 0, flags.softcap > 0, head_dim, value_dim, block_of(head_dim),

@@ -58,7 +58,7 @@ def _gradient(
     return d
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "grad_stride", "ignore_index"])
 def _cross_entropy(
     logits, targets, row_grads, losses, stats, dlogits, rows, width, logits_stride, grad_stride, ignore_index,
     label_smoothing, z_loss, softcap,

@@ -18,7 +18,7 @@ from headwise.backends.triton.rows import as_rows, power_of_two
 _CHUNK = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["classes"])
 def _gather(ids, weight, y, classes, width, weight_stride, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -29,7 +29,7 @@ def _gather(ids, weight, y, classes, width, weight_stride, BLOCK: tl.constexpr):
     tl.store(y + place * width + column, values, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "classes", "padding"])
 def _sum_chunks(
     ids,
     order,
@@ -72,7 +72,7 @@ def _sum_chunks(
             continued = continued * 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "classes", "padding"])
 def _join_parts(ids, dweight, parts, count, classes, padding, width, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """One program per chunk; it works if an id begins in its chunk and goes on in the next."""
     chunk = tl.program_id(0).to(tl.int64)

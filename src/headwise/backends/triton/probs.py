@@ -79,13 +79,12 @@ def _logits(
 
 
 @triton.jit
-def _fill(to, line, inside, values, start, stop, k_length, KEYS: tl.constexpr):
-    """One value per row, for the keys in [start, stop)."""
+def _fill(to, inside, values, start, stop, k_length, KEYS: tl.constexpr):
+    """One value per row, for the keys in [start, stop) of rows that begin at ``to``."""
     for n in range(start, stop, KEYS):
         key = n + tl.arange(0, KEYS)
         there = inside[:, None] & (key < k_length)[None, :]
-        at = to + line[:, None] * k_length.to(tl.int64) + key[None, :]
-        tl.store(at, tl.broadcast_to(values[:, None], there.shape).to(to.dtype.element_ty), mask=there)
+        tl.store(to[:, None] + key[None, :], tl.broadcast_to(values[:, None], there.shape), mask=there)
 
 
 @triton.jit
@@ -137,13 +136,14 @@ def _probs(
 
     q_at = q + tl.multiple_of(batch * q_b + head * q_h.to(tl.int64), ALIGN) + row.to(tl.int64) * q_s
     k_base = k + tl.multiple_of(batch * k_b + key_head * k_h.to(tl.int64), ALIGN)
-    mask_base, bias_base, g_base = mask, bias, grad
+    mask_base, bias_base, g_at = mask, bias, grad
     if mask is not None:
         mask_base = mask + batch * m_b + head * m_h.to(tl.int64)
     if bias is not None:
         bias_base = bias + batch * b_b + head * b_h.to(tl.int64)
     if grad is not None:
-        g_base = grad + tl.multiple_of(batch * g_b + head * g_h.to(tl.int64), KEY_ALIGN)
+        g_rows = batch * g_b + head * g_h.to(tl.int64) + line.to(tl.int64) * g_q
+        g_at = grad + tl.multiple_of(g_rows, KEY_ALIGN)[:, None]
 
     highest = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -160,17 +160,17 @@ def _probs(
         total = total * shrink + tl.sum(weights, 1)
         if grad is not None:
             key = n + tl.arange(0, KEYS)
-            g = load_scores(g_base, line[:, None], key[None, :], g_q, g_k, seen).to(tl.float32)
+            g = tl.load(g_at + key[None, :] * g_k, mask=seen, other=0.0).to(tl.float32)
             moved = moved * shrink + tl.sum(weights * g, 1)
         highest = higher
     reference, scaling = _normaliser(highest, total, sink, head, UNIT)
     # What a row holds where it sees nothing: zeros, unless it is one that does not exist.
     nothing = tl.where(bad, float("nan"), 0.0)
     result = (batch * heads + head) * count
-    to_base = to + tl.multiple_of(result * k_length, KEY_ALIGN)
-    _fill(to_base, line, inside, nothing, 0, start, k_length, KEYS)
-    _fill(to_base, line, inside, nothing, stop, k_length, k_length, KEYS)
-    raw_base = raw
+    at = tl.multiple_of((result + line) * k_length, KEY_ALIGN)
+    nothing_to = nothing.to(to.dtype.element_ty)
+    _fill(to + at, inside, nothing_to, 0, start, k_length, KEYS)
+    _fill(to + at, inside, nothing_to, stop, k_length, k_length, KEYS)
     delta = moved
     if grad is not None:
         # The gradients were weighted with the reference of the first pass.
@@ -180,9 +180,9 @@ def _probs(
             share = power(tl.load(sink + head).to(tl.float32) * UNIT - reference, UNIT) * scaling
             tl.store(sink_parts + result + line, tl.where(bad, float("nan"), -share * delta), mask=inside)
         if raw is not None:
-            raw_base = raw + tl.multiple_of(result * k_length, KEY_ALIGN)
-            _fill(raw_base, line, inside, nothing, 0, start, k_length, KEYS)
-            _fill(raw_base, line, inside, nothing, stop, k_length, k_length, KEYS)
+            nothing_raw = nothing.to(raw.dtype.element_ty)
+            _fill(raw + at, inside, nothing_raw, 0, start, k_length, KEYS)
+            _fill(raw + at, inside, nothing_raw, stop, k_length, k_length, KEYS)
 
     for n in range(start, stop, KEYS):
         logits, capped, seen = _logits(
@@ -191,22 +191,21 @@ def _probs(
         )  # fmt: skip
         key = n + tl.arange(0, KEYS)
         there = inside[:, None] & (key < k_length)[None, :]
-        at = tl.multiple_of(line * k_length.to(tl.int64), KEY_ALIGN)[:, None] + key[None, :]
+        tile_at = at[:, None] + key[None, :]
         values = power(logits - reference[:, None], UNIT) * scaling[:, None]
         if grad is not None:
-            g = load_scores(g_base, line[:, None], key[None, :], g_q, g_k, seen).to(tl.float32)
+            g = tl.load(g_at + key[None, :] * g_k, mask=seen, other=0.0).to(tl.float32)
             values = tl.where(seen, values * (g - delta[:, None]), 0.0)
             if raw is not None:
-                tl.store(
-                    raw_base + at, tl.where(bad[:, None], float("nan"), values).to(raw.dtype.element_ty), mask=there
-                )
+                raw_values = tl.where(bad[:, None], float("nan"), values).to(raw.dtype.element_ty)
+                tl.store(raw + tile_at, raw_values, mask=there)
             if HAS_CAP:
                 values = tl.where(seen, values * cap_slope(capped, softcap, UNIT), 0.0)
             values *= scale
             some = tl.max(seen.to(tl.int32), 0) > 0
             flag = used + (batch * (heads // group) + key_head) * k_length + key
             tl.store(flag, some.to(tl.uint8), mask=some)
-        tl.store(to_base + at, tl.where(bad[:, None], float("nan"), values).to(to.dtype.element_ty), mask=there)
+        tl.store(to + tile_at, tl.where(bad[:, None], float("nan"), values).to(to.dtype.element_ty), mask=there)
 
 
 def attention_probs(
@@ -239,8 +238,9 @@ def attention_probs_backward(
     if need_sink_grad and sink is not None:
         sink_parts = torch.zeros((batch, heads, count), dtype=torch.float32, device=q.device)
     if q_length == 0:
-        for scores in (dproducts, dlogits, sink_parts):
-            _ = scores if scores is None else scores.fill_(torch.nan)
+        for made_of_rows in (dproducts, dlogits, sink_parts):
+            if made_of_rows is not None:
+                made_of_rows.fill_(torch.nan)  # no row exists, so none of those named
     elif dproducts.numel() > 0:
         _launch(
             q, k, rows, mask, bias, kv_lengths, sink, grad, dproducts, dlogits, used, sees, sink_parts, flags
@@ -256,13 +256,14 @@ def attention_probs_backward(
 
     # Keys that no query sees and rows that see nothing may hold NaN: they are taken out before they meet a zero.
     q_rows = q
-    if rows is not None:
-        q_rows = (
-            q.index_select(2, _existing(rows, q_length)) if q_length else q.new_zeros((batch, heads, count, head_dim))
-        )
-    q_rows = torch.where(sees.bool()[..., None], q_rows, 0).reshape(batch, key_heads, -1, head_dim)
+    if q_length == 0:
+        q_rows = q.new_zeros((batch, heads, count, head_dim))
+    elif rows is not None:
+        q_rows = q.index_select(2, _existing(rows, q_length))
+    rows_of_key_head = heads // key_heads * count
+    q_rows = torch.where(sees.bool()[..., None], q_rows, 0).reshape(batch, key_heads, rows_of_key_head, head_dim)
     k_used = torch.where(used.bool()[..., None], k, 0)
-    by_key_head = dproducts.view(batch, key_heads, q_rows.shape[2], k_length)
+    by_key_head = dproducts.view(batch, key_heads, rows_of_key_head, k_length)
     dk = by_key_head.transpose(-1, -2) @ q_rows
     dq = (by_key_head @ k_used).view(batch, heads, count, head_dim)
     if rows is not None:
@@ -279,6 +280,7 @@ def _launch(
     tile = probs_tile(q.element_size(), head_dim, to.shape[2], architecture(q.device))
     tiles = -(-to.shape[2] // tile.queries)
     block_d = block_of(head_dim)
+    widest = q_length + k.shape[2]  # of a window; beyond it, sums of positions and windows could overflow
     launch(
         _probs,
         (tiles * heads * batch, 1, 1),
@@ -287,7 +289,8 @@ def _launch(
             None if kv_lengths is None else kv_lengths.contiguous(), sink, grad, to, raw, used, sees, sink_parts,
         ),
         (
-            to.shape[2], q_length, k.shape[2], heads, heads // k.shape[1], tiles, flags.left, flags.right,
+            to.shape[2], q_length, k.shape[2], heads, heads // k.shape[1], tiles, min(flags.left, widest),
+            min(flags.right, widest),
             *q.stride()[:3], *k.stride()[:3], *score_strides(mask), *score_strides(bias),
             *((0, 0, 0, 0) if grad is None else grad.stride()), flags.scale, flags.softcap,
         ),

@@ -39,7 +39,7 @@ def _gain(weight, column, inside, weight_offset, HAS_WEIGHT: tl.constexpr):
     return gain
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward_held(
     x, weight, y, rstd, rows, width, x_stride, eps, weight_offset,
     HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -55,7 +55,7 @@ def _forward_held(
     tl.store(y + row[:, None] * width + column[None, :], result.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward_walk(
     x, weight, y, rstd, rows, width, x_stride, eps, weight_offset,
     HAS_WEIGHT: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr, STAGES: tl.constexpr,
@@ -90,7 +90,7 @@ def _forward_parts(x, squares, width, x_stride, LINES: tl.constexpr, LINE: tl.co
     tl.store(squares + row * tl.num_programs(1) + part, tl.sum(tl.sum(a * a, 1), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _forward_join(
     x, weight, squares, y, rstd, width, x_stride, count, eps, weight_offset,
     HAS_WEIGHT: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr, PARTS: tl.constexpr,
@@ -106,7 +106,7 @@ def _forward_join(
     tl.store(y + row * width + column, result, inside, eviction_policy="evict_first")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_held(
     x, grad, weight, rstd, dx, parts, rows, width, x_stride, grad_stride, weight_offset,
     HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SHARES: tl.constexpr, STAGES: tl.constexpr,
@@ -144,7 +144,7 @@ def _backward_held(
         tl.store(parts + program.to(tl.int64) * width + column, dweight, mask=column < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sums"])
 def _backward_rows(
     x, grad, weight, products, width, x_stride, grad_stride, sums, weight_offset,
     HAS_WEIGHT: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
@@ -159,7 +159,7 @@ def _backward_rows(
     tl.store(products + program, tl.sum(tl.sum(a * g * gain, 1), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "sums"])
 def _backward_columns(
     x, grad, weight, rstd, products, dx, parts, rows, width, x_stride, grad_stride, sums, weight_offset,
     HAS_WEIGHT: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -188,7 +188,7 @@ def _backward_columns(
         tl.store(parts + share.to(tl.int64) * width + column, dweight, mask=column < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _add_parts(parts, dweight, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """dweight from the parts of it that ``count`` programs left."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -201,11 +201,7 @@ def _add_parts(parts, dweight, count, width, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def _walk_block(width: int, *tensors: tuple[Tensor, int]) -> Block:
-    return (
-        long_block(8192, 16, 4, width, *tensors)
-        if tensors[0][0].element_size() < 4
-        else long_block(8192, 32, 3, width, *tensors)
-    )
+    return long_block(16384, 32, 1, width, *tensors)
 
 
 def _split_block(width: int, *tensors: tuple[Tensor, int]) -> Block:
@@ -222,12 +218,18 @@ class _Held(NamedTuple):
 
 
 def _backward_tile(width: int, element: int) -> _Held | None:
-    """16 KB of x a step where rows are short, the best of a sweep on an H200; None where a row is too long to hold."""
+    """16 KB of x a step, the best of a sweep on an H200; None where a row is too long to hold.
+
+    Each step ends with a sum over the rows that crosses warps: where many short rows make a step, longer steps have fewer
+    of them, and more programs instead of a deeper pipeline hide the loads.
+    """
     columns = max(16, power_of_two(width))
-    if columns > 16384:
+    if columns * element > 32768:
         return None
     if columns > 8192:
-        return _Held(1, 8192, 2, 2, 16, 1)
+        return _Held(1, 8192, 2, 3, 8, 1)
+    if columns <= 512 and element == 2:
+        return _Held(min(256, 16384 // columns), columns, 1, 2, 8, 4)
     rows = max(1, min(32, 16384 // (columns * element)))
     return _Held(rows, columns, 1, 3, 4 if columns < 4096 else 8, max(1, min(8, 1024 // columns)))
 
@@ -238,7 +240,7 @@ def _rows_block(width: int, *tensors: tuple[Tensor, int]) -> Block:
 
 def _columns_tile(element: int) -> tuple[int, int, int, int, int]:
     """``(rows, columns, stages, warps, programs per multiprocessor)`` of the second kernel for long rows."""
-    return 4, 2048 // element, 3, 8, 4
+    return 4, 2048 // element, 4, 4, 2
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> tuple[Tensor, Tensor]:
@@ -290,7 +292,8 @@ def rms_norm_backward(
     numbers = (rows, width, stride, grad_stride)
     held = _backward_tile(width, x.element_size())
     if held is not None:
-        count = min(triton.cdiv(rows, held.rows), max(1, multiprocessors(x) * held.programs // held.shares))
+        most = max(1, multiprocessors(x) * held.programs // held.shares)
+        count = min(triton.cdiv(rows, held.rows), most)
         parts = torch.empty((count if has_weight else 0, width), dtype=torch.float32, device=x.device)
         launch(
             _backward_held, (held.shares, count), (flat, g, gain, r, dx, parts), (*numbers, weight_offset),
@@ -306,7 +309,8 @@ def rms_norm_backward(
         )  # fmt: skip
         per_step, columns, stages, warps, per_processor = _columns_tile(x.element_size())
         blocks = triton.cdiv(width, columns)
-        count = min(triton.cdiv(rows, per_step), max(1, multiprocessors(x) * per_processor // blocks))
+        most = max(1, multiprocessors(x) * per_processor // blocks)
+        count = min(triton.cdiv(rows, per_step), most)
         parts = torch.empty((count if has_weight else 0, width), dtype=torch.float32, device=x.device)
         launch(
             _backward_columns, (blocks, count), (flat, g, gain, r, products, dx, parts),
@@ -315,7 +319,7 @@ def rms_norm_backward(
     if weight is None:
         return dx, None
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    height = min(1024, power_of_two(count))
+    height = min(1024, power_of_two(most))  # not of count: no new kernel because of a number of rows
     across = max(8, min(64, 8192 // height))
     launch(_add_parts, (triton.cdiv(width, across),), (parts, dweight), (count, width), (height, across), 8)
     return dx, dweight

@@ -21,7 +21,7 @@ LOWEST = tl.constexpr(
     -3.4028234663852886e38
 )  # of float32: a maximum to start from that is finite, so that no exp is NaN
 _CACHE = 36 << 20  # bytes of it that may be counted on
-_TILE = 4096  # elements per program where rows are short and several share one
+_TILE = 2048  # elements per program where rows are short and several share one
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
@@ -45,12 +45,11 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def held_tile(width: int) -> tuple[int, int, int]:
-    """``(rows, columns, warps)`` of a program that holds whole rows."""
+def held_tile(width: int, per_warp: int = 1024) -> tuple[int, int, int]:
+    """``(rows, columns, warps)`` of a program that holds whole rows; ``per_warp``: elements, where rows are long."""
     columns = max(16, power_of_two(width))
     rows = max(1, _TILE // columns)
-    warps = min(32, max(4, rows * columns // 1024))
-    return rows, columns, warps
+    return rows, columns, min(32, max(4 if columns < 4096 else 8, rows * columns // per_warp))
 
 
 class Block(NamedTuple):

@@ -7,11 +7,16 @@ difference is multiplied by log2(e): large logits lose no digits to it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
 from headwise.config import settings
+
+if TYPE_CHECKING:
+    from headwise.ops.attention._arguments import Flags
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -136,6 +141,12 @@ def product(a, b, acc, PRECISION: tl.constexpr):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
         return tl.dot(a.to(b.dtype), b, acc, input_precision=PRECISION)
+
+
+def band_of(flags: Flags, q_length: int, k_length: int) -> tuple[int, int]:
+    """The two sides of the band, no larger than any distance in the call: kernels add them to positions in 32 bits."""
+    farthest = q_length + k_length
+    return min(flags.left, farthest), min(flags.right, farthest)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -27,7 +27,7 @@ from headwise.backends.triton.rows import (
 _LONGEST_HELD_BACKWARD = 16384  # elements: two inputs are held
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward_held(x, y, rows, width, x_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     column = tl.arange(0, COLUMNS)  # [COLUMNS]
@@ -40,7 +40,7 @@ def _forward_held(x, y, rows, width, x_stride, ROWS: tl.constexpr, COLUMNS: tl.c
     tl.store(y + row[:, None] * width + column[None, :], probs.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward_walk(x, y, rows, width, x_stride, LINES: tl.constexpr, LINE: tl.constexpr, STAGES: tl.constexpr):
     last = tl.cdiv(width, LINES * LINE) - 1
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -66,31 +66,31 @@ def _forward_walk(x, y, rows, width, x_stride, LINES: tl.constexpr, LINE: tl.con
 
 
 @triton.jit
-def _forward_parts(x, tops, totals, width, x_stride, LINES: tl.constexpr, LINE: tl.constexpr):
+def _forward_parts(x, stats, width, x_stride, LINES: tl.constexpr, LINE: tl.constexpr):
+    """The highest value of a part of a row and the total of its weights: all the highest first, then all the totals."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column, inside = block_columns(part, width, LINES, LINE)
     a = tl.load(x + row * x_stride + column, inside, -float("inf"), eviction_policy="evict_last").to(tl.float32)
     top = tl.maximum(tl.max(tl.max(a, 1), 0), LOWEST)
     place = row * tl.num_programs(1) + part
-    tl.store(tops + place, top)
-    tl.store(totals + place, tl.sum(tl.sum(tl.exp(a - top), 1), 0))
+    tl.store(stats + place, top)
+    tl.store(stats + tl.num_programs(0) * tl.num_programs(1) + place, tl.sum(tl.sum(tl.exp(a - top), 1), 0))
 
 
-@triton.jit
-def _forward_join(
-    x, tops, totals, y, width, x_stride, count, LINES: tl.constexpr, LINE: tl.constexpr, PARTS: tl.constexpr
-):
+@triton.jit(do_not_specialize=["count"])
+def _forward_join(x, stats, y, width, x_stride, count, LINES: tl.constexpr, LINE: tl.constexpr, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column, inside = block_columns(tl.program_id(1), width, LINES, LINE)
     a = tl.load(x + row * x_stride + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
     part = tl.arange(0, PARTS)
-    top = tl.load(tops + row * count + part, part < count, LOWEST)
-    highest, total = join_softmax(top, tl.load(totals + row * count + part, part < count, 0.0))
+    top = tl.load(stats + row * count + part, part < count, LOWEST)
+    totals = tl.load(stats + tl.num_programs(0) * count + row * count + part, part < count, 0.0)
+    highest, total = join_softmax(top, totals)
     probs = tl.exp(a - highest) * (1.0 / tl.where(total == 0.0, 1.0, total))
     tl.store(y + row * width + column, probs.to(y.dtype.element_ty), inside, eviction_policy="evict_first")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_held(p, g, dx, rows, width, p_stride, g_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -101,7 +101,7 @@ def _backward_held(p, g, dx, rows, width, p_stride, g_stride, ROWS: tl.constexpr
     tl.store(dx + row[:, None] * width + column[None, :], result.to(dx.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_walk(
     p, g, dx, rows, width, p_stride, g_stride, LINES: tl.constexpr, LINE: tl.constexpr, STAGES: tl.constexpr
 ):
@@ -137,7 +137,7 @@ def _backward_parts(p, g, products, width, p_stride, g_stride, LINES: tl.constex
     tl.store(products + row * tl.num_programs(1) + part, tl.sum(tl.sum(probs * grad, 1), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _backward_join(
     p, g, products, dx, width, p_stride, g_stride, count,
     LINES: tl.constexpr, LINE: tl.constexpr, PARTS: tl.constexpr,
@@ -153,7 +153,11 @@ def _backward_join(
 
 
 def _walk_block(width: int, *tensors: tuple[Tensor, int]) -> Block:
-    return long_block(32768 // tensors[0][0].element_size(), 32, 3, width, *tensors)
+    """As much of a row at once as the registers hold: what is kept is not read again, and one step has enough loads
+    under way that a pipeline of smaller ones was slower on an H200. Backward has two inputs, and waits less for exp."""
+    if len(tensors) == 1:
+        return long_block(65536 // tensors[0][0].element_size(), 32, 1, width, *tensors)
+    return long_block(16384, 16, 1, width, *tensors)
 
 
 def _split_block(width: int, *tensors: tuple[Tensor, int]) -> Block:
@@ -168,17 +172,17 @@ def softmax_forward(x: Tensor) -> Tensor:
     rows = x.numel() // width
     flat, stride = as_rows(x)
     if holds(width, x):
-        per_program, columns, warps = held_tile(width)
+        per_program, columns, warps = held_tile(width, 512)  # exp keeps more warps busy
         grid = (triton.cdiv(rows, per_program),)
         launch(_forward_held, grid, (flat, y), (rows, width, stride), (per_program, columns), warps)
     elif few(rows, x):
         lines, line, warps, _ = _split_block(width, (flat, stride))
         parts = triton.cdiv(width, lines * line)
-        tops, totals = torch.empty((2, rows, parts), dtype=torch.float32, device=x.device)
+        stats = torch.empty((2, rows, parts), dtype=torch.float32, device=x.device)
         grid2 = (rows, parts)
-        launch(_forward_parts, grid2, (flat, tops, totals), (width, stride), (lines, line), warps)
+        launch(_forward_parts, grid2, (flat, stats), (width, stride), (lines, line), warps)
         constants = (lines, line, power_of_two(parts))
-        launch(_forward_join, grid2, (flat, tops, totals, y), (width, stride, parts), constants, warps)
+        launch(_forward_join, grid2, (flat, stats, y), (width, stride, parts), constants, warps)
     else:
         lines, line, warps, stages = block = _walk_block(width, (flat, stride))
         grid = (walkers(rows, width * x.element_size(), block, x),)

@@ -43,6 +43,11 @@ def tile(kernel: str, bits: int, head_dim: int, banded: bool, device: torch.devi
     return _forced.get(kernel) or _tile(kernel, bits, head_dim, banded, device)
 
 
+def covers(kernel: str, bits: int, head_dim: int, arch: str) -> bool:
+    """Has the table of this architecture a tile for such heads at all?"""
+    return shape_class(bits, 1 << (head_dim - 1).bit_length(), False) in table(arch)[kernel]
+
+
 @contextmanager
 def forced(kernel: str, tile: Tile) -> Iterator[None]:
     """Within the block every call of ``kernel`` works in this tile, whatever the table says: for `headwise tune`."""

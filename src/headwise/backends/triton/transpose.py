@@ -13,6 +13,12 @@ _TILE = {1: 128, 2: 128, 4: 128, 8: 64}  # bytes of an element -> side of a tile
 
 
 @triton.jit
+def _store(y, bits, matrix, row, column, rows, columns):
+    target = y + matrix * rows * columns + column[:, None] * rows + row[None, :]
+    tl.store(target, bits, mask=(column < columns)[:, None] & (row < rows)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _transpose(x, y, rows, columns, batch_stride, row_stride, column_stride, TILE: tl.constexpr):
     row_tiles, column_tiles = tl.cdiv(rows, TILE), tl.cdiv(columns, TILE)
     program = tl.program_id(0).to(tl.int64)
@@ -23,8 +29,10 @@ def _transpose(x, y, rows, columns, batch_stride, row_stride, column_stride, TIL
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     source = x + matrix * batch_stride + row[:, None] * row_stride + column[None, :] * column_stride
     bits = tl.trans(tl.load(source, mask=inside))
-    target = y + matrix * rows * columns + column[:, None] * rows + row[None, :]
-    tl.store(target, bits, mask=(column < columns)[:, None] & (row < rows)[None, :])
+    if rows % 16 == 0:  # in a way that shows the compiler that the stores are aligned
+        _store(y, bits, matrix, row, column, rows // 16 * 16, columns)
+    else:
+        _store(y, bits, matrix, row, column, rows, columns)
 
 
 def transpose_forward(x: Tensor) -> Tensor:
