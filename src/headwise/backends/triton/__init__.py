@@ -50,13 +50,15 @@ def unavailable() -> str | None:
 
 
 def supports(call: Call) -> str | None:
-    widest = max(call.sizes.get("D", 0), call.sizes.get("Dv", 0))
-    if widest <= 256 or call.op == "merge_attention":
+    if not call.op.startswith("attention"):
+        return None
+    widest = max(call.sizes["D"], call.sizes.get("Dv", 0))
+    if widest <= 256:
         return None
     if widest > _WIDEST_HEAD:
         return f"its kernels hold heads of at most {_WIDEST_HEAD}, and this head dim is {widest}"
     backward = any(name.endswith("backward") for name in call.launchers)
-    if backward and call.op != "attention_probs" and call.device == "cuda":
+    if backward and not call.op.startswith("attention_probs") and call.device == "cuda":
         arch = tile_sizes.architecture(torch.device("cuda", torch.cuda.current_device()))
         if not tile_sizes.covers("attention_backward_keys", 8 * call.dtype.itemsize, widest, arch):
             return (
