@@ -33,7 +33,7 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 	@echo "headwise: the Triton kernels, in Triton's interpreter"
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TRITON_INTERPRET=1 \
-	    $(BIN)/python -m pytest -n $(WORKERS) -k triton tests/test_conformance.py
+	    $(BIN)/python -m pytest -n $(WORKERS) -k triton tests/test_conformance.py tests/test_attention_inputs.py
 	@$(MAKE) --no-print-directory $(NEWEST)/.installed
 	@echo "headwise: the Triton kernels, compiled by the newest release of Triton"
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONPATH=$(NEWEST) \

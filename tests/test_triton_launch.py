@@ -63,7 +63,6 @@ class Kernel:
 def no_gpu(monkeypatch):
     monkeypatch.setattr(settings, "triton_interpret", False)
     monkeypatch.setattr(launching, "_ready", {})
-    monkeypatch.setattr(launching, "_types", {})
     # The device of a tensor that is on none is -1.
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
@@ -111,6 +110,7 @@ def test_second_launch_goes_straight_to_the_compiled_kernel(launcher):
         {"constants": (True, 64)},
         {"num_warps": 8},
         {"num_stages": 1},
+        {"registers": 64},
     ],
     ids=str,
 )
@@ -138,8 +138,8 @@ def test_kernels_are_told_apart():
 
 def test_one_and_one_point_zero_are_not_taken_for_each_other(kernel):
     launch(kernel, numbers=(2, 0.5))
-    with pytest.raises(TypeError, match="other types"):
-        launch(kernel, numbers=(2.5, 0.5))
+    launch(kernel, numbers=(2.0, 0.5))
+    assert len(kernel.calls) == 2
 
 
 def test_unknown_launcher_goes_the_long_way():
@@ -213,3 +213,59 @@ def test_threads_share_the_compiled_kernels(kernel):
         thread.join()
     assert len(kernel.calls) + len(kernel.launcher.calls) == 8 * 200
     assert len(kernel.calls) <= 7 * 8
+
+
+def _plan(kernel, **changes):
+    parts = {"grid": (3, 1, 1), "numbers": NUMBERS, "constants": CONSTANTS, "warps": 4, "stages": 3, **changes}
+    return launching.Plan(kernel, **parts)
+
+
+def test_a_plan_goes_straight_to_the_compiled_kernel(kernel):
+    plan = _plan(kernel)
+    for _ in range(4):  # the long way, then the launcher: found once, kept after that
+        plan.launch(X, None)
+    assert len(kernel.calls) == 1
+    no_hooks = (None, None, None)
+    straight = (3, 1, 1, STREAM, "function", "metadata", *no_hooks, X.data_ptr(), None, *NUMBERS, *CONSTANTS)
+    assert kernel.launcher.calls == [straight] * 3
+
+
+@pytest.mark.parametrize("others", [(X[1:], None), (X.int(), None), (X, X)], ids=["misaligned", "dtype", "not None"])
+def test_a_plan_tells_its_tensors_apart(kernel, others):
+    plan = _plan(kernel)
+    for _ in range(3):
+        plan.launch(X, None)
+        plan.launch(*others)
+    assert len(kernel.calls) == 2
+    assert len(kernel.launcher.calls) == 4
+
+
+def test_a_plan_on_another_device_goes_there(kernel, monkeypatch):
+    entered = []
+
+    class Device:
+        def __init__(self, index):
+            entered.append(index)
+
+        def __enter__(self):
+            monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+
+        def __exit__(self, *error):
+            monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+
+    plan = _plan(kernel)
+    for _ in range(3):
+        plan.launch(X, None)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    plan.launch(X, None)
+    assert entered == [-1]
+
+
+def test_a_plan_tells_profilers(kernel, monkeypatch):
+    plan = _plan(kernel)
+    for _ in range(3):
+        plan.launch(X, None)
+    monkeypatch.setattr(launching._HOOKS, "launch_enter_hook", lambda *args: None)
+    plan.launch(X, None)
+    assert len(kernel.calls) == 2

@@ -62,12 +62,14 @@ def _record(arch, dtype, dim, flags, monkeypatch, *, everything=False, packed=Fa
     )
 
 
+# float32 heads of 512 are left out: minutes of the assembler for what few will run.
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+@pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [(torch.bfloat16, dim) for dim in (64, 128, 256, 512)] + [(torch.float32, dim) for dim in (64, 128, 256)],
+    ids=str,
+)
 def test_tiles_compile_and_fit(arch, dtype, dim, launches, monkeypatch, tmp_path):
-    if (arch, "attention_backward_keys", 8 * dtype.itemsize, dim) in MISSING:
-        pytest.skip("not in the table")
     _record(arch, dtype, dim, CAUSAL, monkeypatch)
     assert len(launches) >= 3  # forward, dq, dk and dv
     for launch in launches:

@@ -17,14 +17,19 @@ def empty_like_heads(x: Tensor, last: int) -> Tensor:
     if dim == last and x.is_contiguous():
         return torch.empty_like(x)
     if x.stride(1) < x.stride(2):
-        return x.new_empty((batch, length, heads, last)).transpose(1, 2)
+        return _heads_inside(x, last)
     return x.new_empty((batch, heads, length, last))
 
 
 def empty_heads_inside(x: Tensor) -> Tensor:
     """Uninitialised, in the shape of x ``(B, H, S, D)``, stored as ``(B, S, H, D)``."""
-    batch, heads, length, last = x.shape
-    return x.new_empty((batch, length, heads, last)).transpose(1, 2)
+    return _heads_inside(x, x.shape[3])
+
+
+def _heads_inside(x: Tensor, last: int) -> Tensor:
+    # Not as a view of (B, S, H, last): autograd forbids changes in place to views that an op returns.
+    batch, heads, length, _ = x.shape
+    return x.new_empty_strided((batch, heads, length, last), (length * heads * last, last, heads * last, 1))
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -88,8 +88,9 @@ def _shortcut(
         for place in places:
             x = args[place]
             if x is not None:
-                # Other types may do things of their own; a negative view has other values than its memory.
-                if type(x) not in _PLAIN or x.is_neg():
+                # Other types may do things of their own; a negative view and a tensor of zeros without memory are not what
+                # their memory holds.
+                if type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor():
                     return op(*args)
                 gradient = gradient or x.requires_grad
         if gradient and torch.is_grad_enabled():

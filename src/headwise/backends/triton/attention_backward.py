@@ -25,7 +25,9 @@ from headwise.backends.triton.attention_forward import packed_tiles, search_bloc
 from headwise.backends.triton.blocks import (
     Strides,
     block_of,
+    check_row_strides,
     common_alignment,
+    in_order,
     load_rows,
     load_scores,
     score_strides,
@@ -73,7 +75,8 @@ def _add_to_dq(
         logits = capped
         if bias is not None:
             there = rows_inside[:, None] & inside[None, :]
-            logits += load_scores(bias, row[:, None], key[None, :], b_q, b_k, there).to(tl.float32) * UNIT
+            added = load_scores(bias, row[:, None], key[None, :], b_q, b_k, there).to(tl.float32) * UNIT
+            logits = tl.where(added == -float("inf"), -float("inf"), logits + added)
         weights = power(logits - own_lse[:, None], UNIT)
         dlogits = weights * (dweights - delta[:, None])
         if HAS_CAP:
@@ -88,7 +91,7 @@ def _add_to_dq(
             dlogits = tl.where(seen, dlogits, 0.0)
             if mask is not None or bias is not None:
                 # A key that is hidden from every row may hold NaN, and zero times NaN is NaN.
-                used = tl.max(seen.to(tl.int32), 0) > 0
+                used = tl.max((rows_inside[:, None] & seen).to(tl.int32), 0) > 0
                 k_tile = tl.where(used[:, None], k_tile, 0.0).to(k_tile.dtype)
         dq = product(dlogits, k_tile, dq, PRECISION)
     return dq
@@ -228,7 +231,8 @@ def _add_to_dkdv(
         logits = capped
         if bias is not None:
             there = inside[None, :] & (key < keys)[:, None]
-            logits += load_scores(bias, row[None, :], key[:, None], b_q, b_k, there).to(tl.float32) * UNIT
+            added = load_scores(bias, row[None, :], key[:, None], b_q, b_k, there).to(tl.float32) * UNIT
+            logits = tl.where(added == -float("inf"), -float("inf"), logits + added)
         weights = power(logits - own_lse[None, :], UNIT)
         if PARTIAL or MAY_BE_EMPTY:
             seen = logits > -float("inf")
@@ -366,6 +370,7 @@ def attention_backward(
     mask: Tensor | None, bias: Tensor | None, kv_lengths: Tensor | None, sink: Tensor | None, flags: Flags,
     need_bias_grad: bool, need_sink_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    kv_lengths, sink = in_order(kv_lengths), in_order(sink)
     dq, dk, dv = (layout.empty_heads_inside(x) for x in (q, k, v))
     dsink, stats = _launch_backward(
         grad_out, grad_lse, q, k, v, out, lse, mask, bias, kv_lengths, sink, None, None, 0, 0, flags, need_sink_grad,
@@ -382,6 +387,7 @@ def attention_varlen_backward(
     cu_k: Tensor, max_q: int, max_k: int, sink: Tensor | None, flags: Flags, need_sink_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    sink = in_order(sink)
     # One sequence of all tokens, heads outside, that the kernels cut up.
     whole = [x.transpose(0, 1)[None] for x in (grad_out, q, k, v, out, dq, dk, dv)]
     dsink, _ = _launch_backward(
@@ -444,6 +450,8 @@ def _plans(
 ) -> _Plans:  # fmt: skip
     batch, heads, q_length, head_dim = q_shape
     key_heads, k_length = k_shape[1:3]
+    strides = (q_strides, k_strides, v_strides, out_strides, grad_strides, dq_strides, dk_strides, dv_strides)
+    check_row_strides(max(*queries[:2], *keys[:2]), *strides)
     if sequences is None:
         q_tiles, k_tiles = -(-q_length // queries.queries), -(-k_length // keys.keys)
     else:
@@ -455,10 +463,7 @@ def _plans(
     scores = (*mask_strides, *bias_strides, flags.scale, flags.softcap)
     variants = (flags.left >= 0, flags.right >= 0, flags.softcap > 0)
     dims = (head_dim, value_dim, block_of(head_dim), block_of(value_dim))
-    alignment = common_alignment(
-        element, q_strides, k_strides, v_strides, out_strides, grad_strides, dq_strides, dk_strides, dv_strides
-    )
-    rest = (alignment, search_block(sequences or 0), precision, unit)
+    rest = (common_alignment(element, *strides), search_block(sequences or 0), precision, unit)
     of_queries = Plan(
         _backward_queries,
         (q_tiles * heads * batch, 1, 1),

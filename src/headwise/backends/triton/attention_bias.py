@@ -113,7 +113,8 @@ def _bias_gradient(
             v_tile = load_rows(v_base, k_lane, v_s, key < keys, DV, BLOCK_DV, True)
             logits = tile_logits(product(q_tile, tl.trans(k_tile), None, PRECISION), scale, softcap, HAS_CAP, UNIT)
             at_bias = bias + at_batch * b_b + at_head * b_h
-            logits += load_scores(at_bias, row[:, None], key[None, :], b_q, b_k, there).to(tl.float32) * UNIT
+            added = load_scores(at_bias, row[:, None], key[None, :], b_q, b_k, there).to(tl.float32) * UNIT
+            logits = tl.where(added == -float("inf"), -float("inf"), logits + added)
             weights = power(logits - own_lse[:, None], UNIT)
             dweights = product(do_tile, tl.trans(v_tile), None, PRECISION)
             row_delta = tl.load(stats + at_row * 4 + 1, mask=alive, other=0.0)
@@ -171,7 +172,7 @@ def bias_gradient(
         ),
         (
             flags.left >= 0, flags.right >= 0, flags.softcap > 0, *per, head_dim, value_dim, block_of(head_dim),
-            block_of(value_dim), tile, tile, 
+            block_of(value_dim), tile, tile,
             aligned_elements(q, k, v, grad_out), dot_precision(q.dtype),
             logit_unit(q.dtype),
         ),

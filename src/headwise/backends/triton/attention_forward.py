@@ -19,7 +19,9 @@ from headwise.backends.triton import tile_sizes
 from headwise.backends.triton.blocks import (
     Strides,
     block_of,
+    check_row_strides,
     common_alignment,
+    in_order,
     load_rows,
     load_scores,
     score_strides,
@@ -71,7 +73,8 @@ def _visit(
             logits = tile_logits(products, scale, softcap, HAS_CAP, UNIT)
             if bias is not None:
                 there = rows_inside[:, None] & inside[None, :]
-                logits += load_scores(bias, row[:, None], key[None, :], b_q, b_k, there).to(tl.float32) * UNIT
+                added = load_scores(bias, row[:, None], key[None, :], b_q, b_k, there).to(tl.float32) * UNIT
+                logits = tl.where(added == -float("inf"), -float("inf"), logits + added)  # hides a NaN, as a mask does
             if PARTIAL:
                 seen = in_band((row + offset)[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
                 logits = tl.where(seen, logits, -float("inf"))
@@ -96,7 +99,7 @@ def _visit(
         v_tile = load_rows(v + key_base * v_s, lane, v_s, inside, DV, BLOCK_DV, PARTIAL)  # [KEYS, BLOCK_DV]
         if mask is not None or bias is not None:
             # A key that is hidden from every row may hold NaN, and zero times NaN is NaN.
-            used = tl.max((logits > -float("inf")).to(tl.int32), 0) > 0
+            used = tl.max((rows_inside[:, None] & (logits > -float("inf"))).to(tl.int32), 0) > 0
             v_tile = tl.where(used[:, None], v_tile, 0.0).to(v_tile.dtype)
         acc = product(weights, v_tile, acc, PRECISION)
     return acc, highest, total
@@ -204,6 +207,7 @@ def _plan(
 ) -> Plan:  # fmt: skip
     """For q ``(B, Hq, Sq, D)`` and k ``(B, Hk, Sk, D)``; a packed batch of ``sequences`` is one entry of all tokens."""
     batch, heads, q_length, head_dim = q_shape
+    check_row_strides(max(tile.queries, tile.keys), q_strides, k_strides, v_strides, out_strides)
     tiles = -(-q_length // tile.queries) if sequences is None else packed_tiles(q_length, sequences, tile.queries)
     return Plan(
         _forward,
@@ -258,6 +262,7 @@ def _launch_forward(
     kv_lengths: Tensor | None, sink: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
     flags: Flags,
 ) -> None:  # fmt: skip
+    kv_lengths, sink = in_order(kv_lengths), in_order(sink)
     element, value_dim = q.element_size(), v.shape[3]
     banded = flags.left >= 0 or flags.right >= 0
     tile = tile_sizes.tile("attention_forward", 8 * element, max(q.shape[3], value_dim), banded, q.device)

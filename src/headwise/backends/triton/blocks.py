@@ -47,7 +47,7 @@ def block_of(dim: int) -> int:
 
 
 def aligned_elements(*tensors: Tensor | None) -> int:
-    """How many elements all batch and head strides are a multiple of: a power of two, up to 16 bytes of them."""
+    """How many elements all strides but the last are a multiple of: a power of two, up to 16 bytes of them."""
     there = [t for t in tensors if t is not None]
     return common_alignment(there[0].element_size(), *(t.stride() for t in there))
 
@@ -57,6 +57,21 @@ def common_alignment(element: int, *strides: tuple[int, ...]) -> int:
     while wanted > 1 and any(s % wanted for of_tensor in strides for s in of_tensor[:-1]):
         wanted //= 2
     return wanted
+
+
+def check_row_strides(tile: int, *strides: tuple[int, ...]) -> None:
+    """Inside a tile rows are found with 32-bit offsets, which is enough for any layout but the strangest."""
+    longest = max(s[2] for s in strides)
+    if longest * tile >= 2**31:
+        raise ValueError(
+            f"attention: a step of {longest} elements from token to token is more than the Triton kernels reach inside a "
+            f"tile of {tile}; call .contiguous(), or use backend='cpu'"
+        )
+
+
+def in_order(x: Tensor | None) -> Tensor | None:
+    """A vector that the kernels index without a stride."""
+    return x if x is None else x.contiguous()
 
 
 def score_strides(x: Tensor | None) -> tuple[int, int, int, int]:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwise import layout
-from headwise.backends.triton.blocks import Strides, block_of, common_alignment, load_rows
+from headwise.backends.triton.blocks import Strides, block_of, check_row_strides, common_alignment, in_order, load_rows
 from headwise.backends.triton.launch import Plan
 from headwise.backends.triton.products import piece_of, row_products
 from headwise.backends.triton.rows import multiprocessors, power_of_two
@@ -264,7 +264,7 @@ def decode_with(
         out.stride(), None if block_table is None else (*block_table.shape, block_table.stride(0)), q.element_size(),
         flags, dot_precision(q.dtype), logit_unit(q.dtype),
     )  # fmt: skip
-    lengths = lengths.contiguous()
+    lengths, sink = lengths.contiguous(), in_order(sink)
     if plans.merge is None:
         plans.decode.launch(q, k_cache, v_cache, lengths, block_table, sink, out, lse)
         return out, lse
@@ -291,6 +291,8 @@ def _plans(
     """``table``: sequences, pages of each, and the stride between them."""
     batch, heads, q_length, head_dim = q_shape
     key_heads, block_d = k_shape[1], block_of(head_dim)
+    # In a paged cache rows are found from the beginning of their page.
+    check_row_strides(max(tile.keys, 0 if table is None else k_shape[2]), k_strides, v_strides)
     capacity = k_shape[2] * (1 if table is None else table[1])
     splits = max(1, min(num_splits, -(-capacity // tile.keys)))
     row_blocks = -(-(heads // key_heads * q_length) // tile.queries)

@@ -44,7 +44,6 @@ class _Ready(NamedTuple):
 # Threads share it without a lock: an entry is written in one step and depends on its key alone, so the worst that two
 # threads can do to each other is to launch by the long way once more.
 _ready: dict[tuple[Any, ...], _Ready] = {}
-_types: dict[int, tuple[type, ...]] = {}
 
 
 def launch(
@@ -53,7 +52,7 @@ def launch(
 ) -> _Ready | None:  # fmt: skip
     """Launch on the current stream of the tensors' device. At least one tensor is not None.
 
-    A number is an int or a float, always the same of the two for one parameter. ``registers`` is the most that a thread may
+    ``registers`` is the most that a thread may
     use (0: the compiler decides), for kernels that gain more from another program on the same multiprocessor. Returns what
     a launch of the same kind may use at once, if there is such a thing.
     """
@@ -86,12 +85,13 @@ def launch(
         kinds += [t is not None and t.untyped_storage().size() < 2**31 for t in tensors]
     # The numbers themselves, and not what Triton makes of them (equal to 1, a multiple of 16, more than 32 bits): this way
     # it does not matter what a release makes of them.
-    key = (id(kernel), device, num_warps, num_stages, registers, numbers, constants, *kinds)
+    # Their types too: 1 == 1.0.
+    key = (id(kernel), device, num_warps, num_stages, registers, numbers, constants, *map(type, numbers), *kinds)
     ready = _ready.get(key)
     if ready is None or _hooked():
         compiled = _the_long_way(kernel, grid, (*tensors, *numbers, *constants), num_warps, num_stages, registers)
         if not _hooked():
-            _keep(key, kernel, compiled, numbers)
+            _keep(key, kernel, compiled)
         return None
     x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(device)
@@ -157,10 +157,7 @@ def _hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, numbers: tuple[int | float, ...]) -> None:
-    types = tuple(map(type, numbers))
-    if _types.setdefault(id(kernel), types) != types:  # 1 == 1.0: the key would take one for the other
-        raise TypeError(f"{kernel} was launched with numbers of other types before: {_types[id(kernel)]}, now {types}")
+def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any) -> None:
     ready = _direct(kernel, compiled)
     if ready is not None:
         if len(_ready) >= _LIMIT:

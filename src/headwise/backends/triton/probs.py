@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise.backends.triton.blocks import aligned_elements, block_of, load_scores, score_strides
+from headwise.backends.triton.blocks import aligned_elements, block_of, in_order, load_scores, score_strides
 from headwise.backends.triton.launch import launch
 from headwise.backends.triton.products import piece_of, row_products
 from headwise.backends.triton.rows import power_of_two
@@ -160,7 +160,7 @@ def _probs(
         total = total * shrink + tl.sum(weights, 1)
         if grad is not None:
             key = n + tl.arange(0, KEYS)
-            g = tl.load(g_at + key[None, :] * g_k, mask=seen, other=0.0).to(tl.float32)
+            g = tl.load(g_at + key.to(tl.int64)[None, :] * g_k, mask=seen, other=0.0).to(tl.float32)
             moved = moved * shrink + tl.sum(weights * g, 1)
         highest = higher
     reference, scaling = _normaliser(highest, total, sink, head, UNIT)
@@ -194,7 +194,7 @@ def _probs(
         tile_at = at[:, None] + key[None, :]
         values = power(logits - reference[:, None], UNIT) * scaling[:, None]
         if grad is not None:
-            g = tl.load(g_at + key[None, :] * g_k, mask=seen, other=0.0).to(tl.float32)
+            g = tl.load(g_at + key.to(tl.int64)[None, :] * g_k, mask=seen, other=0.0).to(tl.float32)
             values = tl.where(seen, values * (g - delta[:, None]), 0.0)
             if raw is not None:
                 raw_values = tl.where(bad[:, None], float("nan"), values).to(raw.dtype.element_ty)
@@ -285,8 +285,7 @@ def _launch(
         _probs,
         (tiles * heads * batch, 1, 1),
         (
-            q, k, None if rows is None else rows.contiguous(), mask, bias,
-            None if kv_lengths is None else kv_lengths.contiguous(), sink, grad, to, raw, used, sees, sink_parts,
+            q, k, in_order(rows), mask, bias, in_order(kv_lengths), in_order(sink), grad, to, raw, used, sees, sink_parts,
         ),
         (
             to.shape[2], q_length, k.shape[2], heads, heads // k.shape[1], tiles, min(flags.left, widest),

@@ -57,11 +57,6 @@ def power(difference, UNIT: tl.constexpr):
         return tl.exp2(difference)
 
 
-@triton.jit
-def base2_logits(products, scale, softcap, HAS_CAP: tl.constexpr):
-    return tile_logits(products, scale, softcap, HAS_CAP, LOG2E)
-
-
 def logit_unit(dtype: torch.dtype) -> float:
     return 1.0 if dtype == torch.float32 else 1.4426950408889634
 
@@ -69,7 +64,7 @@ def logit_unit(dtype: torch.dtype) -> float:
 @triton.jit
 def in_band(position, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """bool: may a query at ``position`` see ``key`` of ``keys``? The two broadcast against each other."""
-    seen = (key < keys) & (position == position)
+    seen = (key < keys) & (position == position)  # true, and of the shape of both
     if HAS_LEFT:
         seen = seen & (key >= position - left)
     if HAS_RIGHT:
@@ -110,17 +105,19 @@ def packed_tile(
     for first in range(0, sequences, SEARCH):
         i = first + tl.arange(0, SEARCH)
         there = i < sequences
-        length = tl.load(cu + i + 1, mask=there, other=0) - tl.load(cu + i, mask=there, other=0)
-        other = tl.load(other_cu + i + 1, mask=there, other=0) - tl.load(other_cu + i, mask=there, other=0)
+        stop, other_stop = tl.load(cu + i + 1, mask=there, other=0), tl.load(other_cu + i + 1, mask=there, other=0)
+        length = stop - tl.load(cu + i, mask=there, other=0)
+        other = other_stop - tl.load(other_cu + i, mask=there, other=0)
         odd = (length < 0) | (other < 0) | (length > longest) | (other > other_longest)
+        odd |= (stop < 0) | (stop > total) | (other_stop < 0) | (other_stop > other_total)
         wrong = tl.maximum(wrong, tl.max(odd.to(tl.int32), 0))
         ends = tiles + tl.cumsum(((tl.maximum(length, 0) + TILE - 1) // TILE).to(tl.int32), 0)
         done = there & (ends <= entry)
         finished += tl.sum(done.to(tl.int32), 0)
         tiles_before = tl.maximum(tiles_before, tl.max(tl.where(done, ends, 0), 0))
         tiles = tl.max(ends, 0)
-    used, other_used = tl.load(cu + sequences).to(tl.int64), tl.load(other_cu + sequences).to(tl.int64)
-    bad = (wrong > 0) | (used > total) | (other_used > other_total)
+    used = tl.load(cu + sequences).to(tl.int64)
+    bad = wrong > 0
     past = finished >= sequences
     at = tl.where(past, 0, finished)
     start = tl.where(past, used, tl.load(cu + at).to(tl.int64))
@@ -155,6 +152,6 @@ def dot_precision(dtype: torch.dtype) -> str:
         return "interpreted"
     if dtype != torch.float32:
         return "ieee"  # of no meaning for 16-bit operands
-    if torch.backends.cuda.matmul.allow_tf32:
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return "tf32x3" if torch.version.hip is None else "ieee"

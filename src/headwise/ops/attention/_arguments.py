@@ -1,7 +1,7 @@
 """Checks that the attention ops share, and the flags they leave behind.
 
-After these checks a call is: tensors of agreeing shapes, and a `Band`: how far left and right of its own position a query
-looks. ``causal`` is gone: it is a band with right = 0.
+After these checks a call is: tensors of agreeing shapes, and `Flags`: how far left and right of its own position a query
+looks, and the plain numbers. ``causal`` is gone: it is a band with right = 0.
 """
 
 from __future__ import annotations

@@ -1,0 +1,105 @@
+"""Inputs that are legal and rare: vectors with gaps, offsets that wrap, results that are changed in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backends_under_test import DEVICE, RUNNABLE, verdict
+
+import headwise as hw
+
+BACKENDS = [b for b in RUNNABLE if verdict("attention", b) is None]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def _normal(backend, *shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE[backend])
+
+
+def _with_gaps(x):
+    """The same vector, with something else between its elements."""
+    return torch.stack([x, torch.full_like(x, 77)], 1).flatten()[::2]
+
+
+def _results(call, *leaves):
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    out, lse = call(*leaves)
+    return [out, lse, *torch.autograd.grad(out.square().sum() + lse.nan_to_num(neginf=0).sum(), leaves)]
+
+
+@pytest.mark.parametrize("layout", ["gaps", "expanded"])
+def test_lengths_and_sinks_of_any_stride(backend, layout):
+    q, k, v = (_normal(backend, 3, 2, 9, 8, seed=i) for i in range(3))
+    lengths = torch.tensor([3, 3, 3] if layout == "expanded" else [3, 9, 5], device=q.device)
+    sink = torch.tensor([0.5, 0.5] if layout == "expanded" else [0.5, -1.0], device=q.device)
+
+    def strided(x):
+        return x[:1].expand(x.shape) if layout == "expanded" else _with_gaps(x)
+
+    def attention(lengths, sink):
+        return _results(
+            lambda q, k, v: hw.attention(
+                q, k, v, kv_lengths=lengths, sink=sink, causal=True, return_lse=True, backend=backend
+            ),
+            q, k, v,
+        )  # fmt: skip
+
+    def decode(lengths, sink):
+        return _results(
+            lambda q, k, v: hw.attention_decode(q, k, v, lengths, sink=sink, return_lse=True, backend=backend),
+            q[:, :, :2], k, v,
+        )  # fmt: skip
+
+    for call in (attention, decode):
+        for wanted, found in zip(call(lengths, sink), call(strided(lengths), strided(sink)), strict=True):
+            assert torch.equal(wanted, found)
+    wanted, found = (
+        hw.attention_probs(q, k, kv_lengths=n, sink=s, backend=backend)
+        for n, s in ((lengths, sink), (strided(lengths), strided(sink)))
+    )
+    assert torch.equal(wanted, found)
+
+
+def test_a_sink_of_any_stride_in_a_packed_batch(backend):
+    q, k, v = (_normal(backend, 9, 2, 8, seed=i) for i in range(3))
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32, device=q.device)
+    sink = torch.tensor([0.5, -1.0], device=q.device)
+    wanted, found = (
+        _results(
+            lambda q, k, v, s=s: hw.attention_varlen(
+                q, k, v, offsets, offsets, 5, 5, sink=s, return_lse=True, backend=backend
+            ),
+            q, k, v,
+        )
+        for s in (sink, _with_gaps(sink))
+    )  # fmt: skip
+    for a, b in zip(wanted, found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_offsets_whose_differences_wrap_are_loud(backend):
+    q = _normal(backend, 5, 1, 8)
+    # In 32 bits every difference is a billion or less and positive, and the last offset is the number of tokens.
+    wrapping = torch.tensor([0, 10**9, 2 * 10**9, 3 * 10**9 - 2**32, 4 * 10**9 - 2**32, 5], device=q.device)
+    out = hw.attention_varlen(
+        q, q, q, wrapping.to(torch.int32), wrapping.to(torch.int32), 10**9, 10**9, backend=backend
+    )
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize("heads_inside", [False, True])
+def test_results_may_be_changed_in_place(backend, heads_inside):
+    x = _normal(backend, 1, 5, 2, 8).transpose(1, 2) if heads_inside else _normal(backend, 1, 2, 5, 8)
+    x = x.detach().requires_grad_()
+    out = hw.attention(x, x, x, backend=backend)
+    wanted = torch.autograd.grad((out * 2).sum(), x, retain_graph=True)[0]
+    other = hw.attention(x, x, x, backend=backend)
+    # Backward needs the result itself: a change is allowed, and noticed.
+    other.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(other.sum(), x)
+    assert wanted.isfinite().all()
