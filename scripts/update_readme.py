@@ -61,7 +61,8 @@ def check_this_machine() -> None:
 def _cell(result: dict | None) -> str:
     if result is None or not result["runs"]:
         return ""
-    return f"✓ {result['cases']} cases" if result["ok"] else "✗"
+    failed = len({failure["case"] for failure in result["failures"]})
+    return f"✓ {result['cases']} cases" if result["ok"] else f"✗ {failed} of {result['cases']} cases"
 
 
 def speed_tables() -> str:
