@@ -24,6 +24,7 @@ from headwise.backends.triton.attention_bias import bias_gradient
 from headwise.backends.triton.attention_forward import packed_tiles, search_block
 from headwise.backends.triton.blocks import (
     Strides,
+    as_bytes,
     block_of,
     check_row_strides,
     common_alignment,
@@ -370,7 +371,7 @@ def attention_backward(
     mask: Tensor | None, bias: Tensor | None, kv_lengths: Tensor | None, sink: Tensor | None, flags: Flags,
     need_bias_grad: bool, need_sink_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    kv_lengths, sink = in_order(kv_lengths), in_order(sink)
+    kv_lengths, sink, mask = in_order(kv_lengths), in_order(sink), as_bytes(mask)
     dq, dk, dv = (layout.empty_heads_inside(x) for x in (q, k, v))
     dsink, stats = _launch_backward(
         grad_out, grad_lse, q, k, v, out, lse, mask, bias, kv_lengths, sink, None, None, 0, 0, flags, need_sink_grad,

@@ -18,6 +18,7 @@ from headwise import layout
 from headwise.backends.triton import tile_sizes
 from headwise.backends.triton.blocks import (
     Strides,
+    as_bytes,
     block_of,
     check_row_strides,
     common_alignment,
@@ -262,7 +263,7 @@ def _launch_forward(
     kv_lengths: Tensor | None, sink: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
     flags: Flags,
 ) -> None:  # fmt: skip
-    kv_lengths, sink = in_order(kv_lengths), in_order(sink)
+    kv_lengths, sink, mask = in_order(kv_lengths), in_order(sink), as_bytes(mask)
     element, value_dim = q.element_size(), v.shape[3]
     banded = flags.left >= 0 or flags.right >= 0
     tile = tile_sizes.tile("attention_forward", 8 * element, max(q.shape[3], value_dim), banded, q.device)

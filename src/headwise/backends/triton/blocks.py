@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -72,6 +73,11 @@ def check_row_strides(tile: int, *strides: tuple[int, ...]) -> None:
 def in_order(x: Tensor | None) -> Tensor | None:
     """A vector that the kernels index without a stride."""
     return x if x is None else x.contiguous()
+
+
+def as_bytes(mask: Tensor | None) -> Tensor | None:
+    """A boolean mask as numbers: Triton 3.6 cannot compile loads of single bits in nested loops for AMD."""
+    return mask if mask is None else mask.view(torch.uint8)
 
 
 def score_strides(x: Tensor | None) -> tuple[int, int, int, int]:

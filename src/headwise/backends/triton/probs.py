@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise.backends.triton.blocks import aligned_elements, block_of, in_order, load_scores, score_strides
+from headwise.backends.triton.blocks import aligned_elements, as_bytes, block_of, in_order, load_scores, score_strides
 from headwise.backends.triton.launch import launch
 from headwise.backends.triton.products import piece_of, row_products
 from headwise.backends.triton.rows import power_of_two
@@ -285,7 +285,8 @@ def _launch(
         _probs,
         (tiles * heads * batch, 1, 1),
         (
-            q, k, in_order(rows), mask, bias, in_order(kv_lengths), in_order(sink), grad, to, raw, used, sees, sink_parts,
+            q, k, in_order(rows), as_bytes(mask), bias, in_order(kv_lengths), in_order(sink), grad, to, raw, used, sees,
+            sink_parts,
         ),
         (
             to.shape[2], q_length, k.shape[2], heads, heads // k.shape[1], tiles, min(flags.left, widest),
