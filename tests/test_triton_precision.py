@@ -1,0 +1,31 @@
+"""float32 is multiplied as float32 unless the user turned TF32 on, by whichever switch of PyTorch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SWITCHES = {
+    "torch.backends.cuda.matmul.allow_tf32 = True": "tf32",
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'": "tf32",
+    "torch.set_float32_matmul_precision('high')": "tf32",
+    "torch.backends.cuda.matmul.allow_tf32 = False": "tf32x3",
+    "pass": "tf32x3",
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_tf32_only_when_asked_for(switch):
+    # In a process of its own: PyTorch does not let the old and the new switch be used in one.
+    code = f"""
+import torch
+from headwise.config import settings
+from headwise.backends.triton.scores import dot_precision
+settings.triton_interpret = False
+{switch}
+print(dot_precision(torch.float32), dot_precision(torch.bfloat16))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == [SWITCHES[switch], "ieee"]
