@@ -34,6 +34,7 @@ def ops_table(reports: list[dict]) -> str:
         "",
         "A tick: all cases of `headwise check`, forward and backward, in float32, float16 and bfloat16, are within their "
         f"error budget. Run on: {where}.",
+        *(f"{_machine(report)}: {report['note']}" for report in reports if "note" in report),
     ]
     return "\n".join(lines)
 
