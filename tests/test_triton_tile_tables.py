@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from test_triton_compiles import TARGETS, _compile, _stack
+from test_triton_compiles import TARGETS, TUNED, _compile, _stack
 from triton.backends.compiler import GPUTarget
 
 from headwise.backends.triton import attention_backward, attention_bias, attention_forward, tile_sizes
@@ -82,6 +82,8 @@ def test_tiles_compile_and_fit(arch, dtype, dim, launches, monkeypatch, tmp_path
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_all_flags_compile_and_fit(arch, packed, launches, monkeypatch):
+    if arch == "gfx942" and not packed and not TUNED:
+        pytest.xfail("Triton 3.9 for AMD: dk and dv with a mask need single bits in shared memory, which it refuses")
     _record(arch, torch.bfloat16, 64, ALL_FLAGS, monkeypatch, everything=not packed, packed=packed)
     assert len(launches) >= 3
     for launch in launches:
