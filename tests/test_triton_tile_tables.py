@@ -118,3 +118,13 @@ def test_a_table_of_the_users_own(tmp_path, monkeypatch):
     finally:
         monkeypatch.setattr(tile_sizes.settings, "tiles", None)
         tile_sizes.forget()
+
+
+def test_strides_beyond_reach_are_refused(launches):
+    """Inside a tile rows are found with 32-bit offsets: what they do not reach must not be launched."""
+    q = torch.empty(1, 1, 130, 16, dtype=torch.bfloat16, device="meta")
+    far = torch.empty_strided(q.shape, (2**40, 2**40, 35_000_000, 1), dtype=q.dtype, device="meta")
+    for tensors in ((far, q, q), (q, far, q), (q, q, far)):
+        with pytest.raises(ValueError, match="35000000 elements from token to token"):
+            attention_forward.attention_forward(*tensors, None, None, None, None, CAUSAL)
+    assert not launches
