@@ -39,14 +39,13 @@ from headwise.backends.triton.scores import (
     band_of,
     cap_slope,
     dot_precision,
-    first_key,
     in_band,
     logit_unit,
     packed_tile,
-    past_last_key,
     power,
     product,
     tile_logits,
+    visible_keys,
 )
 from headwise.backends.triton.tile_sizes import Tile
 
@@ -164,14 +163,9 @@ def _backward_queries(
             mask_base = mask + batch * m_b + head * m_h.to(tl.int64)
         if bias is not None:
             bias_base = bias + batch * b_b + head * b_h.to(tl.int64)
-        top, bottom = tile * QUERIES + offset, tl.minimum(tile * QUERIES + QUERIES, rows) - 1 + offset
-        first = first_key(top, left, HAS_LEFT)
-        past = past_last_key(bottom, keys, right, HAS_RIGHT)
-        start = first // KEYS * KEYS
-        whole = tl.maximum(start, (first_key(bottom, left, HAS_LEFT) + KEYS - 1) // KEYS * KEYS)
-        whole_past = past_last_key(top, keys, right, HAS_RIGHT) // KEYS * KEYS
-        if whole_past < whole:
-            whole, whole_past = start, start
+        first, past, start, whole, whole_past = visible_keys(
+            tile, rows, offset, keys, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS
+        )
 
         sum_ = tl.zeros([QUERIES, BLOCK_D], tl.float32)
         gap = whole_past - whole

@@ -33,14 +33,13 @@ from headwise.backends.triton.scores import (
     LN2,
     band_of,
     dot_precision,
-    first_key,
     in_band,
     logit_unit,
     packed_tile,
-    past_last_key,
     power,
     product,
     tile_logits,
+    visible_keys,
 )
 from headwise.backends.triton.tile_sizes import Tile
 
@@ -151,15 +150,9 @@ def _forward(
         if bias is not None:
             bias_base = bias + batch * b_b + head * b_h.to(tl.int64)
 
-        top, bottom = tile * QUERIES + offset, tl.minimum(tile * QUERIES + QUERIES, rows) - 1 + offset  # positions
-        first = first_key(top, left, HAS_LEFT)
-        past = past_last_key(bottom, keys, right, HAS_RIGHT)
-        # The range in whole blocks, and within it the blocks that every row sees all of.
-        start = first // KEYS * KEYS
-        whole = tl.maximum(start, (first_key(bottom, left, HAS_LEFT) + KEYS - 1) // KEYS * KEYS)
-        whole_past = past_last_key(top, keys, right, HAS_RIGHT) // KEYS * KEYS
-        if whole_past < whole:
-            whole, whole_past = start, start
+        first, past, start, whole, whole_past = visible_keys(
+            tile, rows, offset, keys, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS
+        )
 
         acc = tl.zeros([QUERIES, BLOCK_DV], tl.float32)
         highest = tl.full([QUERIES], -float("inf"), tl.float32)

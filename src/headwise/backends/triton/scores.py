@@ -89,6 +89,27 @@ def past_last_key(position, keys, right, HAS_RIGHT: tl.constexpr):
 
 
 @triton.jit
+def visible_keys(
+    tile, rows, offset, keys, left, right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """What a tile of queries sees: (first, past, start, whole, whole_past).
+
+    Keys [first, past) are seen by some row. Blocks of keys begin at ``start``; all rows see all of those in
+    [whole, whole_past).
+    """
+    top, bottom = tile * QUERIES + offset, tl.minimum(tile * QUERIES + QUERIES, rows) - 1 + offset  # positions
+    first = first_key(top, left, HAS_LEFT)
+    past = past_last_key(bottom, keys, right, HAS_RIGHT)
+    start = first // KEYS * KEYS
+    whole = tl.maximum(start, (first_key(bottom, left, HAS_LEFT) + KEYS - 1) // KEYS * KEYS)
+    whole_past = past_last_key(top, keys, right, HAS_RIGHT) // KEYS * KEYS
+    if whole_past < whole:
+        whole, whole_past = start, start
+    return first, past, start, whole, whole_past
+
+
+@triton.jit
 def packed_tile(
     entry, cu, other_cu, sequences, total, other_total, longest, other_longest, TILE: tl.constexpr, SEARCH: tl.constexpr
 ):
