@@ -236,7 +236,7 @@ def test_what_attention_launches_compiles_and_fits(name, dtype, target, monkeypa
     for module in (decode, probs):
         monkeypatch.setattr(module, "architecture", lambda device: target)
         if target == "gfx942":
-            monkeypatch.setattr(module, "dot_precision", lambda dtype: "ieee")
+            monkeypatch.setattr(module, "dot_precision", lambda dtype, widest=0: "ieee")
     call(lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device="meta"))
     assert launches
     for launch in launches:

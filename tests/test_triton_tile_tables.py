@@ -40,7 +40,7 @@ def _record(arch, dtype, dim, flags, monkeypatch, *, everything=False, packed=Fa
     tile_sizes.forget()
     if arch == "gfx942":
         for module in (attention_forward, attention_backward, attention_bias):
-            monkeypatch.setattr(module, "dot_precision", lambda dtype: "ieee")
+            monkeypatch.setattr(module, "dot_precision", lambda dtype, widest=0: "ieee")
 
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")

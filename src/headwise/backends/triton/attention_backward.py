@@ -410,7 +410,7 @@ def _launch_backward(
         tile_sizes.tile("attention_backward_keys", bits, widest, banded, q.device),
         q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride(), out.stride(), grad_out.stride(), dq.stride(),
         dk.stride(), dv.stride(), score_strides(mask), score_strides(bias), None if cu_q is None else cu_q.shape[0] - 1,
-        max_q, max_k, flags, q.element_size(), dot_precision(q.dtype), logit_unit(q.dtype),
+        max_q, max_k, flags, q.element_size(), dot_precision(q.dtype, widest), logit_unit(q.dtype),
     )  # fmt: skip
     # A row's lse and delta, side by side in 16 bytes (two of four numbers): one load that is wide enough for the
     # compiler to spread over all threads. Two loads of a number per row each were held sixteen times over, in registers.

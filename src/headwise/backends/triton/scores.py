@@ -167,12 +167,16 @@ def band_of(flags: Flags, q_length: int, k_length: int) -> tuple[int, int]:
     return min(flags.left, farthest), min(flags.right, farthest)
 
 
-def dot_precision(dtype: torch.dtype) -> str:
-    """How float32 operands are multiplied: as float32, unless the user turned TF32 on in PyTorch."""
+def dot_precision(dtype: torch.dtype, widest: int = 0) -> str:
+    """How float32 operands are multiplied: as float32, unless the user turned TF32 on in PyTorch.
+
+    ``widest`` is the head dim of a gradient. Beyond 256, sums of three TF32 products on tensor cores lose a digit of
+    the largest elements, and their operands spill (7000 bytes a thread, against none for plain float32).
+    """
     if settings.triton_interpret:
         return "interpreted"
     if dtype != torch.float32:
         return "ieee"  # of no meaning for 16-bit operands
     if torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
-    return "tf32x3" if torch.version.hip is None else "ieee"
+    return "tf32x3" if torch.version.hip is None and widest <= 256 else "ieee"

@@ -53,7 +53,7 @@ def _tried(call: Callable[[], Tensor], arguments: Arguments) -> Callable[[], Ten
         out = call()
         wanted = [x for x in arguments.values() if isinstance(x, Tensor) and x.requires_grad]
         if wanted:
-            torch.autograd.grad(out, wanted, torch.ones_like(out))
+            torch.autograd.grad(out, wanted, torch.ones_like(out), retain_graph=True)  # as it is timed
     except Exception as error:  # no such kernel for this call, out of memory, a compiler that gives up
         lines = str(error).strip().splitlines() or [""]
         raise Absent(f"{type(error).__name__}: {lines[0]}") from error
@@ -68,6 +68,7 @@ def _sdpa_decode(arguments: Arguments) -> Callable[[], Tensor]:
 
 def _flex(arguments: Arguments) -> Callable[[], Tensor]:
     # Here and not above: it brings the compiler with it.
+    from torch._functorch import config as functorch_config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     q, k, v = (arguments[name] for name in QKV)
@@ -79,6 +80,8 @@ def _flex(arguments: Arguments) -> Callable[[], Tensor]:
         # Its diagonal starts at the top left, which is the same where there are as many queries as keys.
         assert q.shape[2] == k.shape[2]
         options["block_mask"] = create_block_mask(_no_key_after, None, None, q.shape[2], k.shape[2], device=q.device)
+    # A backward that is timed runs many times on what one forward saved.
+    functorch_config.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)
     return _tried(lambda: compiled(q, k, v, **options), arguments)
 
