@@ -1,11 +1,14 @@
 """Settings of the process. The only module that reads environment variables.
 
-======================  ==========================================================================
-``HEADWISE_BACKEND``    the backend every call uses unless it names one itself (``cpu``, ``triton``, …)
-``HEADWISE_VALIDATE``   ``1``: read ids, targets, lengths and tables back and raise on the first bad value
-``HEADWISE_TILES``      a tile table written by ``headwise tune``, used in place of the ones that come with Headwise
-``TRITON_INTERPRET``    ``1``: Triton's own: kernels run in its interpreter, on CPU tensors, without a GPU
-======================  ==========================================================================
+===========================  ====================================================================================
+``HEADWISE_BACKEND``         the backend every call uses unless it names one itself (``cpu``, ``triton``, …)
+``HEADWISE_VALIDATE``        ``1``: read ids, targets, lengths and tables back and raise on the first bad value
+``HEADWISE_TILES``           a tile table written by ``headwise tune``, used in place of the ones that come with Headwise
+``HEADWISE_WEBGPU_ADAPTER``  part of the name of the adapter that WebGPU runs on (``headwise env`` lists them)
+``HEADWISE_WEBGPU_TIER``     ``A``, ``B`` or ``C``: use no more of the adapter than this tier of features
+``HEADWISE_WEBGPU_BINDING``  bytes of a tensor that a WebGPU kernel may see at once, below what the adapter allows
+``TRITON_INTERPRET``         ``1``: Triton's own: kernels run in its interpreter, on CPU tensors, without a GPU
+===========================  ====================================================================================
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ class Settings:
     validate: bool = False
     tiles: str | None = None
     triton_interpret: bool = False
+    webgpu_adapter: str | None = None
+    webgpu_tier: str | None = None
+    webgpu_binding_bytes: int | None = None
 
     @staticmethod
     def from_environment() -> Settings:
@@ -28,6 +34,9 @@ class Settings:
             validate=_is_on("HEADWISE_VALIDATE"),
             tiles=os.environ.get("HEADWISE_TILES") or None,
             triton_interpret=_is_on("TRITON_INTERPRET"),
+            webgpu_adapter=os.environ.get("HEADWISE_WEBGPU_ADAPTER") or None,
+            webgpu_tier=os.environ.get("HEADWISE_WEBGPU_TIER") or None,
+            webgpu_binding_bytes=int(os.environ.get("HEADWISE_WEBGPU_BINDING") or 0) or None,
         )
 
 

@@ -42,7 +42,8 @@ class Backend(NamedTuple):
 BACKENDS: tuple[Backend, ...] = (
     # Its interpreter runs the kernels on CPU tensors, slowly, for tests without a GPU.
     Backend("triton", ("cuda",), ("cpu",) if settings.triton_interpret else ("cuda",), triton),
-    Backend("webgpu", (), ("cpu",), webgpu),
+    # Tensors of the CPU are uploaded, and results read back; headwise.webgpu.array makes tensors that stay there.
+    Backend("webgpu", ("webgpu",), ("cpu", "webgpu"), webgpu),
     Backend("cpu", ("cpu",), ("cpu",), cpu),
 )
 

@@ -21,8 +21,15 @@ def shape_of(x: Tensor) -> str:
 
 
 def device_type(x: Tensor) -> str:
-    """``x.device.type``; asking for the two common ones costs the host a fifth of that."""
-    return "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
+    """``x.device.type``; asking for the two common ones costs the host a fifth of that.
+
+    A tensor on a GPU that PyTorch does not know (`headwise.webgpu.Array`) says itself where it lives.
+    """
+    if x.is_cuda:
+        return "cuda"
+    if x.is_cpu:
+        return "cpu"
+    return getattr(x, "headwise_device", None) or x.device.type
 
 
 def tensor(op: str, name: str, x: Any) -> None:
@@ -51,10 +58,9 @@ def same_dtype(op: str, name: str, x: Tensor, other_name: str, other: Tensor) ->
 
 
 def same_device(op: str, name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    if x.device != other.device:
-        raise ValueError(
-            f"{op}: {name} is on {x.device} and {other_name} on {other.device}; they need to be on one device"
-        )
+    if x.device != other.device or hasattr(x, "headwise_device") != hasattr(other, "headwise_device"):
+        places = [getattr(t, "headwise_device", t.device) for t in (x, other)]
+        raise ValueError(f"{op}: {name} is on {places[0]} and {other_name} on {places[1]}; they need to be on one device")
 
 
 def dims(op: str, name: str, x: Tensor, count: int, letters: str) -> None:

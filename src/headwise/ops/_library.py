@@ -90,7 +90,8 @@ def _shortcut(
             if x is not None:
                 # Other types may do things of their own; a negative view and a tensor of zeros without memory are not what
                 # their memory holds.
-                if type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor():
+                kind = type(x)
+                if (kind not in _PLAIN and not hasattr(kind, "headwise_device")) or x.is_neg() or x._is_zerotensor():
                     return op(*args)
                 gradient = gradient or x.requires_grad
         if gradient and torch.is_grad_enabled():
@@ -135,8 +136,9 @@ def _define_kernels(name: str, schema: str, run: Callable[..., Any], fake: Calla
     _library.define(f"{name}{schema}")
     _library.impl(name, lambda *args: _without_autocast(run, args), "CompositeExplicitAutograd")
     torch.library.register_fake(f"headwise::{name}", fake, lib=_library)
-    op: Callable[..., Any] = getattr(torch.ops.headwise, name).default
-    return op
+    op: Any = getattr(torch.ops.headwise, name).default
+    op.headwise_run = run  # what a tensor that lives on a GPU unknown to PyTorch calls (its `__torch_dispatch__`)
+    return op  # type: ignore[no-any-return]
 
 
 def _without_autocast(run: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -13,16 +13,48 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # launcher -> module of this folder
-LAUNCHERS: dict[str, str] = {}
+LAUNCHERS = {
+    "attention_forward": "attention_forward",
+    "attention_backward": "attention_backward",
+    "attention_varlen_forward": "attention_forward",
+    "attention_varlen_backward": "attention_backward",
+    "attention_decode": "decode",
+    "attention_probs": "probs",
+    "attention_probs_backward": "probs",
+    "cross_entropy_forward": "cross_entropy",
+    "cross_entropy_backward": "cross_entropy",
+    "cross_entropy_forward_backward": "cross_entropy",
+    "embedding_forward": "embedding",
+    "embedding_backward": "embedding",
+    "merge_attention": "merge",
+    "merge_attention_backward": "merge",
+    "rms_norm_forward": "rms_norm",
+    "rms_norm_backward": "rms_norm",
+    "softmax_forward": "softmax",
+    "softmax_backward": "softmax",
+    "transpose_forward": "transpose",
+}
 
 
 def unavailable() -> str | None:
-    if not LAUNCHERS:
-        return "no WebGPU kernel is part of this version"
-    if importlib.util.find_spec("wgpu") is None:
-        return "the package wgpu is not installed: pip install 'headwise[webgpu]'"
+    for package in ("wgpu", "jinja2", "numpy"):
+        if importlib.util.find_spec(package) is None:
+            return f"the package {package} is not installed: pip install 'headwise[webgpu]'"
+    from headwise.backends.webgpu import adapter, runtime
+
+    try:
+        runtime.device()
+    except adapter.NoAdapter as error:
+        return str(error)
     return None
 
 
 def supports(call: Call) -> str | None:
+    if call.op.startswith("attention"):
+        widest = max(call.sizes["D"], call.sizes.get("Dv", 0))
+        gradient = any(name.endswith("backward") for name in call.launchers)
+        limit = 256 if gradient and not call.op.startswith("attention_probs") else 512
+        if widest > limit:
+            what = "gradients of heads" if limit == 256 else "heads"
+            return f"its kernels compute {what} of at most {limit}, and this head dim is {widest}"
     return None

@@ -1,0 +1,116 @@
+"""The few operators of PyTorch that an `Array` knows: views, copies, filling, and the sum that gradients meet in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headwise.backends.webgpu import copies, runtime
+from headwise.backends.webgpu.array import Array
+from headwise.backends.webgpu.shaders import DTYPES
+from headwise.backends.webgpu.storage import Region
+
+aten = torch.ops.aten
+
+_VIEWS = (
+    aten.alias.default, aten.detach.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
+    aten.transpose.int, aten.t.default, aten.permute.default, aten.slice.Tensor, aten.select.int,
+    aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
+    aten.as_strided.default, aten.split.Tensor, aten.unbind.int, aten.split_with_sizes.default, aten.chunk.default,
+)  # fmt: skip
+
+
+def _view(func: Any) -> Callable[..., Any]:
+    def view(x: Array, *args: Any, **kwargs: Any) -> Any:
+        region = x._region
+        # PyTorch knows the rules; on a tensor without memory it says what the view would be.
+        low, high = region.span()
+        whole = torch.empty(max(high, low) + 1, dtype=x.dtype, device="meta")
+        found = func(whole.as_strided(region.shape, region.strides, region.offset), *args, **kwargs)
+
+        def of(meta: torch.Tensor) -> Array:
+            made = Region(region.storage, meta.dtype, meta.shape, meta.stride(), meta.storage_offset())
+            return Array(made, x._device)
+
+        return [of(meta) for meta in found] if isinstance(found, (list, tuple)) else of(found)
+
+    return view
+
+
+def _clone(x: Array, memory_format: Any = None) -> Array:
+    device = x._usable()
+    with device.lock, runtime.explained_loss():
+        return Array(copies.copied(device, x._region), device)
+
+
+def _filled(value: float) -> Callable[..., Any]:
+    def like(x: Array, *sizes: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Array:
+        device = x._usable()
+        shape = tuple(sizes[0]) if sizes else tuple(x.shape)
+        with device.lock, runtime.explained_loss():
+            return Array(copies.full(device, shape, value, dtype or x.dtype), device)
+
+    return like
+
+
+def _empty(x: Array, *sizes: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Array:
+    device = x._usable()
+    shape = tuple(sizes[0]) if sizes else tuple(x.shape)
+    with device.lock, runtime.explained_loss():
+        return Array(device.empty(shape, dtype or x.dtype), device)
+
+
+def _add(a: Array, b: Any, *, alpha: float = 1) -> Array:
+    return Array(_sum(a, b, alpha), a._device)
+
+
+def _add_in_place(a: Array, b: Any, *, alpha: float = 1) -> Array:
+    # Its memory may be seen through other views, and is left alone: a gradient that is added to gets new memory.
+    a._region = _sum(a, b, alpha)
+    return a
+
+
+def _sum(a: Any, b: Any, alpha: float) -> Region:
+    if not (isinstance(a, Array) and isinstance(b, Array)) or a.shape != b.shape or a.dtype != b.dtype or alpha != 1:
+        raise NotImplementedError(
+            "headwise: adding arrays on WebGPU needs two of one shape and dtype; bring them back with .torch() first"
+        )
+    device = a._usable()
+    with device.lock, runtime.explained_loss():
+        x, other = copies.contiguous(device, a._region), copies.contiguous(device, b._region)
+        if x.offset % 4:
+            x = copies.copied(device, x)
+        if other.offset % 4:
+            other = copies.copied(device, other)
+        y = device.empty(x.shape, x.dtype)
+        kernel = device.kernel("add", dtype=DTYPES[x.dtype])
+        most = (device.capabilities.binding_bytes - 512) // y.itemsize // 4 * 4
+        for start in range(0, y.numel, most):
+            count = min(most, y.numel - start)
+            parts = [r.with_shape((y.numel,)).narrow(0, start, count) for r in (x, other, y)]
+            vectors = -(-count // 4)
+            device.run(kernel, -(-vectors // 256), (vectors,), a=parts[0], b=parts[1], y=parts[2])
+        return y
+
+
+def _to_copy(x: Array, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    if device is not None and torch.device(device).type == "cpu":
+        copy = x.torch()
+        return copy if dtype is None else copy.to(dtype)
+    raise NotImplementedError("headwise: an Array changes neither dtype nor GPU; bring it back with .torch() first")
+
+
+KNOWN: dict[Any, Callable[..., Any]] = {
+    **{func: _view(func) for func in _VIEWS},
+    aten.clone.default: _clone,
+    aten.zeros_like.default: _filled(0.0),
+    aten.ones_like.default: _filled(1.0),
+    aten.new_zeros.default: _filled(0.0),
+    aten.empty_like.default: _empty,
+    aten.new_empty.default: _empty,
+    aten.add.Tensor: _add,
+    aten.add_.Tensor: _add_in_place,
+    aten._to_copy.default: _to_copy,
+}

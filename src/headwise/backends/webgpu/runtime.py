@@ -1,0 +1,431 @@
+"""The device: kernels, memory, and the recording of a step.
+
+Dispatches are recorded into one command buffer and handed to the GPU when a result is read back, or when enough of them
+have gathered: a dispatch costs the host microseconds, a submission and a readback hundreds. Pipelines are cached by
+their rendered source, bind groups by what they bind; nothing is compiled or built twice.
+
+Everything below is done under the device's lock: threads may call at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import wgpu
+
+from headwise.backends.webgpu import adapter as adapters
+from headwise.backends.webgpu import shaders
+from headwise.backends.webgpu.storage import Pool, Region, Storage, contiguous_strides
+
+# Dispatches recorded before the GPU is given them: few enough that it does not wait for the host, many enough that
+# submitting costs little each.
+_MOST_RECORDED = 64
+_MOST_CACHED = 4096  # bind groups and parameter blocks
+_MOST_PASSES_TIMED = 512
+
+
+class DeviceLost(RuntimeError):
+    """The GPU went away (a driver reset, a hang, an unplugged card). The next call opens it again."""
+
+
+@dataclass
+class Counts:
+    """What crossed the bus and what was launched, since the process began."""
+
+    uploads: int = 0
+    uploaded_bytes: int = 0
+    readbacks: int = 0
+    read_bytes: int = 0
+    dispatches: int = 0
+    submissions: int = 0
+    pipelines: int = 0
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled variant of a kernel family."""
+
+    pipeline: Any
+    layout: Any
+    source: shaders.Source
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class Device:
+    def __init__(self) -> None:
+        adapter = adapters.choose()
+        self.capabilities = adapters.capabilities(adapter)
+        self.gpu = adapters.open_device(adapter, self.capabilities)
+        self.lock = threading.RLock()
+        self.pool = Pool(self.gpu, self.capabilities.buffer_bytes, self.capabilities.name)
+        self.counts = Counts()
+        self._kernels: dict[tuple[Any, ...], Kernel] = {}
+        self._compiled: dict[str, Kernel] = {}
+        self._parameters: dict[bytes, Any] = {}
+        self._groups: dict[tuple[Any, ...], Any] = {}
+        self._staging: dict[int, list[Any]] = {}
+        self._encoder: Any = None
+        self._pass: Any = None
+        self._recording = 0  # number of the command buffer that is being recorded
+        self._recorded = 0  # dispatches in it
+        self._timer: _Timer | None = None
+        if self.capabilities.tier >= "C":
+            self.capabilities = self._with_subgroups_tried(self.capabilities)
+
+    def _with_subgroups_tried(self, capabilities: adapters.Capabilities) -> adapters.Capabilities:
+        """Some drivers report no true size of a subgroup, and none promises the order of its lanes: ask a kernel."""
+        result = self.empty((2,), torch.int32)
+        self.run(self.kernel("subgroup_probe"), 1, (), result=result)
+        size, out_of_order = self.read(result).tolist()
+        self.counts = Counts()
+        if out_of_order or size < 4:
+            return capabilities._replace(tier="B", subgroup_size=0)
+        reported = capabilities.subgroup_size
+        # Where sizes vary from kernel to kernel the smallest counts; 4 is what is reported for want of knowledge.
+        return capabilities._replace(subgroup_size=size if reported <= 4 else min(reported, size))
+
+    # ------------------------------------------------------------------------------------------------------- kernels
+
+    def kernel(self, name: str, **variant: Any) -> Kernel:
+        """Kernel family ``name`` in one variant, compiled on first use."""
+        key = (name, *variant.items())
+        found = self._kernels.get(key)
+        if found is None:
+            source = shaders.render(name, **variant)
+            found = self._compiled.get(source.text) or self._compile(name, source)
+            self._kernels[key] = self._compiled[source.text] = found
+        return found
+
+    def _compile(self, name: str, source: shaders.Source) -> Kernel:
+        entries: list[dict[str, Any]] = [
+            {"binding": 0, "visibility": wgpu.ShaderStage.COMPUTE, "buffer": {"type": "uniform"}}
+        ]
+        for i, buffer in enumerate(source.buffers):
+            kind = "storage" if buffer.written else "read-only-storage"
+            entries.append({"binding": i + 1, "visibility": wgpu.ShaderStage.COMPUTE, "buffer": {"type": kind}})
+        if len(source.buffers) > self.capabilities.storage_buffers:
+            raise RuntimeError(
+                f"kernel {name} binds {len(source.buffers)} storage buffers; WebGPU promises {self.capabilities.storage_buffers}"
+            )
+        layout = self.gpu.create_bind_group_layout(entries=entries)
+        module = self.gpu.create_shader_module(label=name, code=source.text)
+        pipeline = self.gpu.create_compute_pipeline(
+            label=name,
+            layout=self.gpu.create_pipeline_layout(bind_group_layouts=[layout]),
+            compute={"module": module, "entry_point": "main"},
+        )
+        self.counts.pipelines += 1
+        return Kernel(pipeline, layout, source)
+
+    def run(
+        self, kernel: Kernel, groups: int | tuple[int, ...], parameters: tuple[float, ...], **regions: Region
+    ) -> None:
+        """Record one dispatch.
+
+        groups      workgroups: of a grid, or a plain number, which may be any size: the kernel sees it as ``group_id``
+        parameters  values for the fields of ``params(…)`` in the shader, in their order
+        regions     what is bound, by the names in the shader; where each begins is passed along by itself
+        """
+        if isinstance(groups, int):
+            groups = spread(groups)
+        if 0 in groups:
+            return
+        source = kernel.source
+        if len(regions) != len(source.buffers):
+            raise RuntimeError(f"{source.name} binds {[b.name for b in source.buffers]}, and was given {list(regions)}")
+        bound, starts = [], []
+        for buffer in source.buffers:
+            region = regions[buffer.name]
+            binding, start = self._binding(region, buffer)
+            bound.append(binding)
+            starts.append(start)
+            region.storage.last_use = self._recording
+        data = source.pack(parameters, starts)
+        key = (kernel, data, *bound)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = self._bind_group(kernel, data, bound)
+        if self._pass is None:
+            self._begin_pass()
+        self._pass.set_pipeline(kernel.pipeline)
+        self._pass.set_bind_group(0, group)
+        self._pass.dispatch_workgroups(*groups)
+        self.counts.dispatches += 1
+        self._recorded += 1
+        if self._recorded >= _MOST_RECORDED:
+            self.flush()
+
+    def _binding(self, region: Region, buffer: shaders.Buffer) -> tuple[tuple[Any, int, int], int]:
+        """What to bind, as (buffer, offset, size), and where in it the region begins, in items of the shader's array."""
+        storage, itemsize = region.storage, region.dtype.itemsize
+        first, size = 0, storage.size
+        if size > self.capabilities.binding_bytes:
+            low, high = region.span()
+            first = low * itemsize // 256 * 256
+            size = min(storage.size, -(-high * itemsize // 16) * 16) - first
+            if size > self.capabilities.binding_bytes:
+                raise RuntimeError(
+                    f"{size} bytes of one tensor would have to be seen by a kernel at once; "
+                    f"{self.capabilities.name} binds at most {self.capabilities.binding_bytes}"
+                )
+        start = region.offset - first // itemsize
+        if start % buffer.unit:
+            raise RuntimeError(f"{buffer.name} begins at element {start}; the kernel needs a multiple of {buffer.unit}")
+        return (storage.buffer, first, size), start // buffer.unit
+
+    def _bind_group(self, kernel: Kernel, data: bytes, bound: list[tuple[Any, int, int]]) -> Any:
+        if len(self._groups) >= _MOST_CACHED:
+            self._groups.clear()
+            self._parameters.clear()
+        uniform = self._parameters.get(data)
+        if uniform is None:
+            uniform = self.gpu.create_buffer_with_data(data=data, usage=wgpu.BufferUsage.UNIFORM)
+            self._parameters[data] = uniform
+        entries = [{"binding": 0, "resource": {"buffer": uniform, "offset": 0, "size": len(data)}}]
+        for i, (buffer, offset, size) in enumerate(bound):
+            entries.append({"binding": i + 1, "resource": {"buffer": buffer, "offset": offset, "size": size}})
+        return self.gpu.create_bind_group(layout=kernel.layout, entries=entries)
+
+    # ------------------------------------------------------------------------------------------------------- recording
+
+    def _begin_pass(self) -> None:
+        if self._encoder is None:
+            self._encoder = self.gpu.create_command_encoder()
+        timestamps = None if self._timer is None else self._timer.next_pass()
+        self._pass = self._encoder.begin_compute_pass(timestamp_writes=timestamps)
+
+    def _encode_outside_a_pass(self) -> Any:
+        if self._pass is not None:
+            self._pass.end()
+            self._pass = None
+        if self._encoder is None:
+            self._encoder = self.gpu.create_command_encoder()
+        return self._encoder
+
+    def flush(self) -> None:
+        """Hand what was recorded to the GPU. It does not wait."""
+        if self._encoder is None:
+            return
+        encoder = self._encode_outside_a_pass()
+        self._encoder = None
+        self._recording += 1
+        self._recorded = 0
+        self.gpu.queue.submit([encoder.finish()])
+        self.counts.submissions += 1
+
+    def synchronize(self) -> None:
+        """Wait until everything recorded so far is done."""
+        with self.lock:
+            done = self.empty((1,), torch.float32)
+            self.read(done)
+
+    # -------------------------------------------------------------------------------------------------------- memory
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Region:
+        """Uninitialised memory. Strides, where given, are those of a dense layout of the shape."""
+        count = 1
+        for size in shape:
+            count *= size
+        # Whole vectors, so that kernels may write the last one in full.
+        storage = self.pool.take(-(-count * dtype.itemsize // 16) * 16)
+        return Region(storage, dtype, shape, contiguous_strides(shape) if strides is None else strides)
+
+    def upload(self, tensor: torch.Tensor) -> Region:
+        """A copy of a CPU tensor. Dense layouts keep their strides; a dim that was expanded is not stored twice."""
+        shape, strides = tuple(tensor.shape), list(tensor.stride())
+        kept = tensor
+        for dim, stride in enumerate(strides):
+            if stride == 0 and shape[dim] > 1:
+                kept = kept.narrow(dim, 0, 1)
+        if not _is_dense(kept):
+            kept = kept.contiguous()
+            strides = [0 if s == 0 and n > 1 else c for s, n, c in zip(strides, shape, kept.stride(), strict=True)]
+        region = self.empty(tuple(kept.shape), tensor.dtype)
+        flat = kept.as_strided((kept.numel(),), (1,)).detach()
+        self._write(region.storage, _bytes_of(flat))
+        return Region(region.storage, tensor.dtype, shape, strides)
+
+    def _write(self, storage: Storage, data: Any) -> None:
+        nbytes = data.nbytes
+        if nbytes == 0:
+            return
+        if storage.last_use == self._recording:
+            self.flush()  # a write is done before the next submission, and this memory is still being read by it
+        if nbytes % 4:
+            data = np.concatenate([data, np.zeros(4 - nbytes % 4, np.uint8)])
+        self.gpu.queue.write_buffer(storage.buffer, 0, data)
+        self.counts.uploads += 1
+        self.counts.uploaded_bytes += nbytes
+
+    def read(self, region: Region) -> torch.Tensor:
+        """The elements of a region as a CPU tensor, in the same layout. Waits for the GPU."""
+        staging, tensor, size, skip = self._begin_read(region)
+        if staging is not None:
+            staging.map_sync("READ", 0, size)
+            self._end_read(staging, tensor, size, skip)
+        return tensor
+
+    async def read_async(self, region: Region) -> torch.Tensor:
+        """As `read`; other coroutines run while the GPU works."""
+        with self.lock:
+            staging, tensor, size, skip = self._begin_read(region)
+        if staging is not None:
+            await staging.map_async("READ", 0, size)
+            with self.lock:
+                self._end_read(staging, tensor, size, skip)
+        return tensor
+
+    def _begin_read(self, region: Region) -> tuple[Any, torch.Tensor, int, int]:
+        tensor = torch.empty_strided(region.shape, region.strides, dtype=region.dtype)
+        if region.numel == 0:
+            return None, tensor, 0, 0
+        low, high = region.span()
+        first = low * region.itemsize // 16 * 16
+        size = -(-(high * region.itemsize - first) // 16) * 16
+        staging = self._take_staging(size)
+        encoder = self._encode_outside_a_pass()
+        encoder.copy_buffer_to_buffer(region.storage.buffer, first, staging, 0, size)
+        self.flush()
+        self.counts.readbacks += 1
+        self.counts.read_bytes += size
+        return staging, tensor, size, low * region.itemsize - first
+
+    def _end_read(self, staging: Any, tensor: torch.Tensor, size: int, skip: int) -> None:
+        data = np.frombuffer(staging.read_mapped(0, size, copy=False), np.uint8)
+        to = _bytes_of(tensor.as_strided((_span(tensor),), (1,)))
+        to[:] = data[skip : skip + to.nbytes]
+        staging.unmap()
+        self._staging.setdefault(staging.size, []).append(staging)
+
+    def _take_staging(self, size: int) -> Any:
+        rounded = max(4096, 1 << (size - 1).bit_length()) if size < 1 << 26 else size
+        free = self._staging.setdefault(rounded, [])
+        if free:
+            return free.pop()
+        usage = wgpu.BufferUsage.COPY_DST | wgpu.BufferUsage.MAP_READ
+        return self.gpu.create_buffer(size=rounded, usage=usage)
+
+    # -------------------------------------------------------------------------------------------------------- timing
+
+    @contextmanager
+    def timed(self) -> Iterator[_Timer]:
+        """Time of the GPU itself for what is recorded inside: ``timer.seconds``, after the block."""
+        with self.lock:
+            self.flush()
+            self._timer = timer = _Timer(self)
+            try:
+                yield timer
+                self.flush()
+            finally:
+                self._timer = None
+            timer.finish()
+
+
+class _Timer:
+    def __init__(self, device: Device) -> None:
+        if not device.capabilities.timestamps:
+            raise RuntimeError(f"{device.capabilities.name} has no timestamp queries")
+        self._device = device
+        self._queries = device.gpu.create_query_set(type="timestamp", count=2 * _MOST_PASSES_TIMED)
+        self._passes = 0
+        self.seconds = 0.0
+
+    def next_pass(self) -> dict[str, Any] | None:
+        if self._passes == _MOST_PASSES_TIMED:
+            raise RuntimeError(f"more than {_MOST_PASSES_TIMED} passes are timed at once; time fewer dispatches")
+        first = 2 * self._passes
+        self._passes += 1
+        return {
+            "query_set": self._queries,
+            "beginning_of_pass_write_index": first,
+            "end_of_pass_write_index": first + 1,
+        }
+
+    def finish(self) -> None:
+        """First pass's begin to last pass's end; the clock ticks in nanoseconds."""
+        if not self._passes:
+            return
+        gpu, count = self._device.gpu, 2 * self._passes
+        usage = wgpu.BufferUsage
+        resolved = gpu.create_buffer(size=8 * count, usage=usage.QUERY_RESOLVE | usage.COPY_SRC)
+        encoder = gpu.create_command_encoder()
+        encoder.resolve_query_set(self._queries, 0, count, resolved, 0)
+        gpu.queue.submit([encoder.finish()])
+        ticks = np.frombuffer(gpu.queue.read_buffer(resolved), np.uint64)
+        self.seconds = float(int(ticks[-1]) - int(ticks[0])) * 1e-9
+
+
+def spread(groups: int) -> tuple[int, int, int]:
+    """A number of workgroups as a grid: one dimension holds 65535. The shader's ``group_id`` undoes this."""
+    most = adapters.MOST_GROUPS
+    if groups <= most:
+        return groups, 1, 1
+    rows = -(-groups // most)
+    return -(-groups // rows), rows, 1
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 0 or _span(tensor) == tensor.numel()
+
+
+def _span(tensor: torch.Tensor) -> int:
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _bytes_of(flat: torch.Tensor) -> Any:
+    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+
+
+# ------------------------------------------------------------------------------------------------------- one per process
+
+_current: Device | None = None
+_opening = threading.Lock()
+
+
+def device() -> Device:
+    """The device of this process, opened on first use, and again after it was lost."""
+    global _current
+    found = _current
+    if found is None:
+        with _opening:
+            if _current is None:
+                _current = Device()
+            found = _current
+    return found
+
+
+def counts() -> Counts:
+    """Uploads, readbacks, dispatches so far."""
+    return replace(_current.counts) if _current is not None else Counts()
+
+
+def forget() -> None:
+    """Drop the device: the next call opens one anew. What lives on the old one cannot be used any more."""
+    global _current
+    with _opening:
+        _current = None
+
+
+@contextmanager
+def explained_loss() -> Iterator[None]:
+    """Turns the errors of a device that went away into one that says what to do."""
+    try:
+        yield
+    except (wgpu.GPUError, RuntimeError) as error:
+        if "lost" not in str(error).lower() or isinstance(error, DeviceLost):
+            raise
+        forget()
+        raise DeviceLost(
+            "the GPU was lost during this call (a driver reset, a kernel that ran too long, or a removed device). "
+            "The next call opens it again; arrays that lived on it are gone, make them anew with headwise.webgpu.array"
+        ) from error

@@ -1,0 +1,163 @@
+"""Memory of the GPU: a pool of buffers, and views of them with shape, strides and dtype."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import wgpu
+
+USAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+
+_SMALLEST = 256
+
+
+class OutOfMemory(RuntimeError):
+    """The GPU has no room for a buffer, or none may be that large. The message names the size and the limit."""
+
+
+class Storage:
+    """A buffer on loan from the pool: it goes back when nobody refers to it any more."""
+
+    __slots__ = ("buffer", "last_use", "pool", "size")
+
+    def __init__(self, pool: Pool, buffer: Any, size: int) -> None:
+        self.pool, self.buffer, self.size = pool, buffer, size
+        self.last_use = -1  # the recording that used it last
+
+    def __del__(self) -> None:
+        # Called by whatever thread lets go of the last reference: appending is all that is safe to do here.
+        self.pool.returned.append((self.size, self.buffer, self.last_use))
+
+
+class Pool:
+    """Buffers by size class. A buffer keeps its place in line: what reuses it runs after what used it before."""
+
+    def __init__(self, device: Any, most_bytes: int, what_most: str) -> None:
+        self._device = device
+        self._most, self._what_most = most_bytes, what_most
+        self._free: dict[int, list[tuple[Any, int]]] = defaultdict(list)
+        self.returned: deque[tuple[int, Any, int]] = deque()
+        self.allocated = 0  # bytes, in use and free
+
+    def take(self, nbytes: int) -> Storage:
+        size = _size_class(nbytes)
+        if size > self._most:
+            size = (nbytes + 255) // 256 * 256
+        if size > self._most:
+            raise OutOfMemory(
+                f"a tensor of {nbytes} bytes is larger than one buffer may be on {self._what_most}: "
+                f"{self._most} bytes. Split the batch, or use backend='cpu'"
+            )
+        self._collect()
+        free = self._free[size]
+        if free:
+            buffer, last_use = free.pop()
+        else:
+            buffer, last_use = self._allocate(size), -1
+        storage = Storage(self, buffer, size)
+        storage.last_use = last_use
+        return storage
+
+    def _allocate(self, size: int) -> Any:
+        try:
+            buffer = self._device.create_buffer(size=size, usage=USAGE)
+        except Exception:
+            self.trim()  # buffers of other sizes that nobody holds
+            try:
+                buffer = self._device.create_buffer(size=size, usage=USAGE)
+            except Exception as error:
+                raise OutOfMemory(
+                    f"{self._what_most} has no room for {size} more bytes ({self.allocated} are in use by Headwise): {error}"
+                ) from error
+        self.allocated += size
+        return buffer
+
+    def trim(self) -> None:
+        """Give the memory of free buffers back to the driver."""
+        self._collect()
+        for size, buffers in self._free.items():
+            for buffer, _ in buffers:
+                buffer.destroy()
+                self.allocated -= size
+        self._free.clear()
+
+    def _collect(self) -> None:
+        while self.returned:
+            size, buffer, last_use = self.returned.popleft()
+            self._free[size].append((buffer, last_use))
+
+
+def _size_class(nbytes: int) -> int:
+    """Powers of two and three steps between them: at most a quarter of a large buffer is unused."""
+    if nbytes <= _SMALLEST:
+        return _SMALLEST
+    power = 1 << ((nbytes - 1).bit_length() - 1)
+    step = max(power // 4, _SMALLEST)
+    return -(-nbytes // step) * step
+
+
+class Region:
+    """A strided view of a storage: what a kernel's argument is. Offset and strides count elements."""
+
+    __slots__ = ("dtype", "offset", "shape", "storage", "strides")
+
+    def __init__(
+        self, storage: Storage, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int = 0
+    ) -> None:
+        self.storage, self.dtype, self.offset = storage, dtype, offset
+        self.shape, self.strides = tuple(shape), tuple(strides)
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        return self.strides == contiguous_strides(self.shape) or self.numel <= 1 or self._dense_but_for_ones()
+
+    def _dense_but_for_ones(self) -> bool:
+        """Dense, whatever the strides of dims of size 1."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1:
+                if stride != expected:
+                    return False
+                expected *= size
+        return True
+
+    def span(self) -> tuple[int, int]:
+        """First element and one past the last that the view touches, counted from the start of the storage."""
+        if self.numel == 0:
+            return self.offset, self.offset
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return self.offset, self.offset + last + 1
+
+    def narrow(self, dim: int, start: int, length: int) -> Region:
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        return Region(self.storage, self.dtype, shape, self.strides, self.offset + start * self.strides[dim])
+
+    def with_shape(self, shape: Sequence[int], strides: Sequence[int] | None = None) -> Region:
+        """Other sizes over the same elements; strides of a contiguous tensor where none are given."""
+        return Region(self.storage, self.dtype, shape, contiguous_strides(shape) if strides is None else strides, self.offset)
+
+    def as_dtype(self, dtype: torch.dtype) -> Region:
+        """The same bits read as another dtype of the same size."""
+        return Region(self.storage, dtype, self.shape, self.strides, self.offset)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
