@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.backends.webgpu import runtime
-from headwise.backends.webgpu.storage import Region
+from headwise.backends.webgpu import replay, runtime
+from headwise.backends.webgpu.storage import Region, Storage
 
 
 class Array(Tensor):
@@ -118,31 +118,71 @@ def launcher(function: Callable[..., Any]) -> Callable[..., Any]:
     def launch(*arguments: Any) -> Any:
         device = runtime.device()
         with device.lock, runtime.explained_loss():
-            resident = False
-            regions = []
+            key: list[Any] = [function]
+            storages: list[Storage] = []
             for argument in arguments:
                 if type(argument) is Array:
-                    resident = True
-                    argument._usable()
-                    regions.append(argument._region)
-                elif isinstance(argument, Tensor):
-                    if isinstance(argument, Array):
-                        resident = True
-                        regions.append(argument._region)
-                    else:
-                        regions.append(device.upload(argument))
-                elif isinstance(argument, (list, tuple)) and argument and isinstance(argument[0], Tensor):
-                    resident = resident or isinstance(argument[0], Array)
-                    regions.append([x._region if isinstance(x, Array) else device.upload(x) for x in argument])
+                    if argument._device is not device:
+                        argument._usable()
+                    region = argument._region
+                    # Which arguments lie in one memory is part of what a call is.
+                    key.append((storages.index(region.storage) if region.storage in storages else -1, region.key))
+                    storages.append(region.storage)
+                elif isinstance(argument, (Tensor, list)):
+                    return _launch_anew(device, function, arguments)
                 else:
-                    regions.append(argument)
-            results = function(device, *regions)
-            if isinstance(results, Region):
-                return Array(results, device) if resident else device.read(results)
-            give: Callable[[Region], Tensor] = (lambda r: Array(r, device)) if resident else device.read
-            made = [give(result) for result in results]
-            return made if isinstance(results, list) else tuple(made)
+                    key.append(argument)
+            if not storages:
+                return _launch_anew(device, function, arguments)
+            known = tuple(key)
+            plan = device.plans.get(known)
+            if plan is None:
+                return _launch_and_keep(device, function, arguments, known, storages)
+            made = plan.replay(device, storages)
+            if plan.kind is None:
+                return Array(made[0], device)
+            return plan.kind([Array(region, device) for region in made])
 
     return launch
 
 
+
+
+def _launch_and_keep(
+    device: runtime.Device, function: Callable[..., Any], arguments: tuple[Any, ...], key: Any, given: list[Storage]
+) -> Any:
+    device.trace = trace = runtime.Trace()
+    try:
+        results = function(device, *(a._region if isinstance(a, Array) else a for a in arguments))
+    finally:
+        device.trace = None
+    plan = replay.plan_of(trace, given, results)
+    if plan is not None:
+        replay.keep(device, key, plan)
+    return _given(results, lambda region: Array(region, device))
+
+
+def _launch_anew(device: runtime.Device, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """With CPU tensors, which are uploaded, or lists of tensors."""
+    resident = False
+
+    def region_of(x: Any) -> Any:
+        nonlocal resident
+        if isinstance(x, Array):
+            x._usable()
+            resident = True
+            return x._region
+        return device.upload(x) if isinstance(x, Tensor) else x
+
+    regions = [
+        [region_of(x) for x in argument] if isinstance(argument, list) else region_of(argument)
+        for argument in arguments
+    ]
+    results = function(device, *regions)
+    return _given(results, (lambda region: Array(region, device)) if resident else device.read)
+
+
+def _given(results: Any, give: Callable[[Region], Tensor]) -> Any:
+    if isinstance(results, Region):
+        return give(results)
+    return type(results)([give(result) for result in results])

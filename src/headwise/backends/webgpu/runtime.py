@@ -59,6 +59,15 @@ class Kernel:
         return id(self)
 
 
+class Trace:
+    """What a launcher does to the device, while it is traced."""
+
+    def __init__(self) -> None:
+        self.storages: list[Storage] = []
+        self.dispatches: list[tuple[Kernel, tuple[int, ...], bytes, list[tuple[Storage, int, int]]]] = []
+        self.replayable = True  # nothing crossed the bus
+
+
 class Device:
     def __init__(self) -> None:
         adapter = adapters.choose()
@@ -77,6 +86,9 @@ class Device:
         self._recording = 0  # number of the command buffer that is being recorded
         self._recorded = 0  # dispatches in it
         self._timer: _Timer | None = None
+        self._bound_kernel: Kernel | None = None  # in the open pass
+        self.trace: Trace | None = None
+        self.plans: dict[Any, Any] = {}  # how to do a call again: see replay.py
         if self.capabilities.tier >= "C":
             self.capabilities = self._with_subgroups_tried(self.capabilities)
 
@@ -141,21 +153,37 @@ class Device:
         source = kernel.source
         if len(regions) != len(source.buffers):
             raise RuntimeError(f"{source.name} binds {[b.name for b in source.buffers]}, and was given {list(regions)}")
-        bound, starts = [], []
+        bound, starts, storages = [], [], []
         for buffer in source.buffers:
             region = regions[buffer.name]
             binding, start = self._binding(region, buffer)
             bound.append(binding)
             starts.append(start)
+            storages.append(region.storage)
             region.storage.last_use = self._recording
         data = source.pack(parameters, starts)
+        if self.trace is not None:
+            traced = [(storage, first, size) for storage, (_, first, size) in zip(storages, bound, strict=True)]
+            self.trace.dispatches.append((kernel, groups, data, traced))
+        self.dispatch(kernel, groups, data, bound)
+
+    def touch(self, storage: Storage) -> None:
+        """The command buffer that is being recorded uses this memory."""
+        storage.last_use = self._recording
+
+    def dispatch(
+        self, kernel: Kernel, groups: tuple[int, ...], data: bytes, bound: list[tuple[Any, int, int]]
+    ) -> None:
+        """Record one dispatch of what is bound already, with packed parameters."""
         key = (kernel, data, *bound)
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = self._bind_group(kernel, data, bound)
         if self._pass is None:
             self._begin_pass()
-        self._pass.set_pipeline(kernel.pipeline)
+        if kernel is not self._bound_kernel:
+            self._pass.set_pipeline(kernel.pipeline)
+            self._bound_kernel = kernel
         self._pass.set_bind_group(0, group)
         self._pass.dispatch_workgroups(*groups)
         self.counts.dispatches += 1
@@ -201,6 +229,7 @@ class Device:
             self._encoder = self.gpu.create_command_encoder()
         timestamps = None if self._timer is None else self._timer.next_pass()
         self._pass = self._encoder.begin_compute_pass(timestamp_writes=timestamps)
+        self._bound_kernel = None
 
     def _encode_outside_a_pass(self) -> Any:
         if self._pass is not None:
@@ -236,6 +265,8 @@ class Device:
             count *= size
         # Whole vectors, so that kernels may write the last one in full.
         storage = self.pool.take(-(-count * dtype.itemsize // 16) * 16)
+        if self.trace is not None:
+            self.trace.storages.append(storage)
         return Region(storage, dtype, shape, contiguous_strides(shape) if strides is None else strides)
 
     def upload(self, tensor: torch.Tensor) -> Region:
@@ -254,6 +285,8 @@ class Device:
         return Region(region.storage, tensor.dtype, shape, strides)
 
     def _write(self, storage: Storage, data: Any) -> None:
+        if self.trace is not None:
+            self.trace.replayable = False
         nbytes = data.nbytes
         if nbytes == 0:
             return
@@ -284,6 +317,8 @@ class Device:
         return tensor
 
     def _begin_read(self, region: Region) -> tuple[Any, torch.Tensor, int, int]:
+        if self.trace is not None:
+            self.trace.replayable = False
         tensor = torch.empty_strided(region.shape, region.strides, dtype=region.dtype)
         if region.numel == 0:
             return None, tensor, 0, 0

@@ -102,13 +102,29 @@ def _size_class(nbytes: int) -> int:
 class Region:
     """A strided view of a storage: what a kernel's argument is. Offset and strides count elements."""
 
-    __slots__ = ("dtype", "offset", "shape", "storage", "strides")
+    __slots__ = ("_key", "dtype", "offset", "shape", "storage", "strides")
 
     def __init__(
         self, storage: Storage, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int = 0
     ) -> None:
         self.storage, self.dtype, self.offset = storage, dtype, offset
         self.shape, self.strides = tuple(shape), tuple(strides)
+        self._key: tuple[Any, ...] | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All that a launcher may know of it."""
+        if self._key is None:
+            size = 0 if self.storage is None else self.storage.size
+            self._key = (self.dtype, self.shape, self.strides, self.offset, size)
+        return self._key
+
+    def on(self, storage: Storage | None) -> Region:
+        """The same view of other memory of the same size."""
+        made = Region.__new__(Region)
+        made.storage, made.dtype, made.offset = storage, self.dtype, self.offset  # type: ignore[assignment]
+        made.shape, made.strides, made._key = self.shape, self.strides, self.key
+        return made
 
     @property
     def numel(self) -> int:
