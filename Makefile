@@ -8,10 +8,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NEWEST := $(VENV)/newest-triton
+SMALL_BINDING := 8192
 
-# Debian packages, one per line. Missing ones are installed when make runs as root, and named when it does not.
+# Debian packages that the tests need. Missing ones are installed when make runs as root, and named when it does not.
 # (python3-venv is asked for by itself, only where Python cannot make virtual environments.)
-SYSTEM_PACKAGES := \
+# WebGPU runs on software Vulkan where there is no GPU.
+TEST_PACKAGES := libvulkan1 mesa-vulkan-drivers
+
+# One thread per worker: the workers share the cores.
+PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format readme system-packages clean
@@ -28,16 +33,20 @@ demo: $(STAMP)
 	@$(BIN)/headwise check --quick
 	@$(BIN)/headwise tour
 
-# One thread per worker: the workers share the cores.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	@PYTHON=$(PYTHON) scripts/system-packages $(TEST_PACKAGES)
+	$(PYTEST) -k "not webgpu" $(PYTEST_ARGS)
+	@echo "headwise: the WebGPU kernels"
+	$(PYTEST) -k webgpu
+	@echo "headwise: the WebGPU kernels with what every WebGPU device has, and no more"
+	HEADWISE_WEBGPU_TIER=A $(PYTEST) -k webgpu tests/test_conformance.py tests/test_attention_inputs.py
+	@echo "headwise: the WebGPU kernels on tensors that are larger than a kernel may bind"
+	HEADWISE_WEBGPU_BINDING=$(SMALL_BINDING) $(PYTEST) -k webgpu tests/test_conformance.py
 	@echo "headwise: the Triton kernels, in Triton's interpreter"
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TRITON_INTERPRET=1 \
-	    $(BIN)/python -m pytest -n $(WORKERS) -k triton tests/test_conformance.py tests/test_attention_inputs.py
+	TRITON_INTERPRET=1 $(PYTEST) -k triton tests/test_conformance.py tests/test_attention_inputs.py
 	@$(MAKE) --no-print-directory $(NEWEST)/.installed
 	@echo "headwise: the Triton kernels, compiled by the newest release of Triton"
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONPATH=$(NEWEST) \
-	    $(BIN)/python -m pytest -n $(WORKERS) tests/test_triton_compiles.py tests/test_triton_tile_tables.py
+	PYTHONPATH=$(NEWEST) $(PYTEST) tests/test_triton_compiles.py tests/test_triton_tile_tables.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -52,7 +61,7 @@ readme: $(STAMP)
 	$(BIN)/python scripts/update_readme.py
 
 system-packages:
-	@PYTHON=$(PYTHON) scripts/system-packages $(SYSTEM_PACKAGES)
+	@PYTHON=$(PYTHON) scripts/system-packages
 
 # Made once; made again when what it is made of changes. The stamp is written last, so that a broken install is redone.
 $(STAMP): pyproject.toml constraints.txt requirements-test.txt

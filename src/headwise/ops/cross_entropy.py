@@ -154,19 +154,25 @@ def _counted(targets: Tensor, ignore_index: int) -> Tensor:
     return (targets.long() != ignore_index).sum().clamp(min=1)
 
 
-def _reduce(row_losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+def _reduce(row_losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, backend: str) -> Tensor:
     """The loss from the losses of the rows (N,), which are 0 where the target is ignored."""
     if reduction == "none":
         return row_losses.view(targets.shape)
+    if hasattr(row_losses, "headwise_device"):  # a GPU that PyTorch's own operators do not run on
+        return registry.launcher(backend, "cross_entropy_reduce")(row_losses, targets, ignore_index, reduction == "mean")
     total = row_losses.sum()
     return total / _counted(targets, ignore_index) if reduction == "mean" else total
 
 
-def _row_grads(grad: Tensor, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+def _row_grads(
+    grad: Tensor, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, backend: str
+) -> Tensor:
     """The gradient of each row's loss, (N,), from the gradient of the loss: the backward of `_reduce`."""
     grad = grad.to(_loss_dtype(logits))
     if reduction == "none":
         return grad.reshape(-1)
+    if hasattr(grad, "headwise_device"):
+        return registry.launcher(backend, "cross_entropy_row_grads")(grad, targets, ignore_index, reduction == "mean")
     return (grad / _counted(targets, ignore_index) if reduction == "mean" else grad).expand(targets.numel())
 
 
@@ -185,7 +191,7 @@ def _run_forward(
     # row_losses (N,); row_stats (2, N): the two numbers that a row's softmax is rebuilt from. Which two is up to the
     # backend, whose own backward reads them.
     row_losses, row_stats = launch(logits, targets, ignore_index, label_smoothing, z_loss, softcap)
-    return _reduce(row_losses, targets, ignore_index, reduction), row_stats
+    return _reduce(row_losses, targets, ignore_index, reduction, backend), row_stats
 
 
 def _run_backward(
@@ -200,7 +206,7 @@ def _run_backward(
     softcap: float | None,
     backend: str,
 ) -> Tensor:
-    row_grads = _row_grads(grad, logits, targets, ignore_index, reduction)
+    row_grads = _row_grads(grad, logits, targets, ignore_index, reduction, backend)
     launch = registry.launcher(backend, "cross_entropy_backward")
     return launch(row_grads, logits, targets, row_stats, ignore_index, label_smoothing, z_loss, softcap)
 
@@ -218,11 +224,11 @@ def _run_forward_backward(
     _validate(logits, targets, ignore_index)
     one = logits.new_ones((), dtype=_loss_dtype(logits))
     row_grads = _row_grads(
-        one.expand(targets.shape) if reduction == "none" else one, logits, targets, ignore_index, reduction
+        one.expand(targets.shape) if reduction == "none" else one, logits, targets, ignore_index, reduction, backend
     )
     launch = registry.launcher(backend, "cross_entropy_forward_backward")
     row_losses, dlogits = launch(row_grads, logits, targets, ignore_index, label_smoothing, z_loss, softcap)
-    return _reduce(row_losses, targets, ignore_index, reduction), dlogits
+    return _reduce(row_losses, targets, ignore_index, reduction, backend), dlogits
 
 
 def _fake_loss(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:

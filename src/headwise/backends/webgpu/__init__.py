@@ -24,6 +24,8 @@ LAUNCHERS = {
     "cross_entropy_forward": "cross_entropy",
     "cross_entropy_backward": "cross_entropy",
     "cross_entropy_forward_backward": "cross_entropy",
+    "cross_entropy_reduce": "loss",
+    "cross_entropy_row_grads": "loss",
     "embedding_forward": "embedding",
     "embedding_backward": "embedding",
     "merge_attention": "merge",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from headwise.backends.webgpu import copies, runtime
-from headwise.backends.webgpu.array import Array
+from headwise.backends.webgpu.array import Array, launcher
 from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region
 
@@ -62,37 +63,67 @@ def _empty(x: Array, *sizes: Any, dtype: torch.dtype | None = None, **kwargs: An
         return Array(device.empty(shape, dtype or x.dtype), device)
 
 
+def _empty_strided(x: Array, size: Any, stride: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Array:
+    device = x._usable()
+    shape, strides = tuple(size), tuple(stride)
+    if 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) > max(math.prod(shape), 1):
+        raise NotImplementedError(f"headwise: an Array of shape {shape} with strides {strides}, which leave gaps")
+    with device.lock, runtime.explained_loss():
+        return Array(device.empty(shape, dtype or x.dtype, strides), device)
+
+
+def _copy_in_place(y: Array, x: Any, non_blocking: bool = False) -> Array:
+    """Into dense memory, in whatever order its dims lie."""
+    if not (isinstance(x, Array) and isinstance(y, Array)) or x.shape != y.shape or x.dtype != y.dtype:
+        raise NotImplementedError("headwise: copying into an Array needs another of its shape and dtype")
+    device = y._usable()
+    with device.lock, runtime.explained_loss():
+        source, target = x._region, y._region
+        order = sorted(range(len(target.shape)), key=lambda d: -target.strides[d])
+        source, target = (
+            r.with_shape([r.shape[d] for d in order], [r.strides[d] for d in order]) for r in (source, target)
+        )
+        if not target.contiguous or target.offset % 4:
+            raise NotImplementedError("headwise: copying into a part of an Array")
+        if source.storage is target.storage:
+            source = copies.copied(device, source)
+        copies.copy_into(device, source, target)
+    return y
+
+
 def _add(a: Array, b: Any, *, alpha: float = 1) -> Array:
-    return Array(_sum(a, b, alpha), a._device)
-
-
-def _add_in_place(a: Array, b: Any, *, alpha: float = 1) -> Array:
-    # Its memory may be seen through other views, and is left alone: a gradient that is added to gets new memory.
-    a._region = _sum(a, b, alpha)
-    return a
-
-
-def _sum(a: Any, b: Any, alpha: float) -> Region:
     if not (isinstance(a, Array) and isinstance(b, Array)) or a.shape != b.shape or a.dtype != b.dtype or alpha != 1:
         raise NotImplementedError(
             "headwise: adding arrays on WebGPU needs two of one shape and dtype; bring them back with .torch() first"
         )
-    device = a._usable()
-    with device.lock, runtime.explained_loss():
-        x, other = copies.contiguous(device, a._region), copies.contiguous(device, b._region)
-        if x.offset % 4:
-            x = copies.copied(device, x)
-        if other.offset % 4:
-            other = copies.copied(device, other)
-        y = device.empty(x.shape, x.dtype)
-        kernel = device.kernel("add", dtype=DTYPES[x.dtype])
-        most = (device.capabilities.binding_bytes - 512) // y.itemsize // 4 * 4
-        for start in range(0, y.numel, most):
-            count = min(most, y.numel - start)
-            parts = [r.with_shape((y.numel,)).narrow(0, start, count) for r in (x, other, y)]
-            vectors = -(-count // 4)
-            device.run(kernel, -(-vectors // 256), (vectors,), a=parts[0], b=parts[1], y=parts[2])
-        return y
+    return _sum(a, b)
+
+
+def _add_in_place(a: Array, b: Any, *, alpha: float = 1) -> Array:
+    total = _add(a, b, alpha=alpha)
+    if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]  # missing in PyTorch's stubs
+        return _copy_in_place(a, total)
+    # A gradient that another one is added to: its memory may be that of the gradient of something else, and is left alone.
+    a._region = total._region
+    return a
+
+
+@launcher
+def _sum(device: runtime.Device, a: Region, b: Region) -> Region:
+    x, other = copies.contiguous(device, a), copies.contiguous(device, b)
+    if x.offset % 4:
+        x = copies.copied(device, x)
+    if other.offset % 4:
+        other = copies.copied(device, other)
+    y = device.empty(x.shape, x.dtype)
+    kernel = device.kernel("add", dtype=DTYPES[x.dtype])
+    most = (device.capabilities.binding_bytes - 512) // y.itemsize // 4 * 4
+    for start in range(0, y.numel, most):
+        count = min(most, y.numel - start)
+        parts = [r.with_shape((y.numel,)).narrow(0, start, count) for r in (x, other, y)]
+        vectors = -(-count // 4)
+        device.run(kernel, -(-vectors // 256), (vectors,), a=parts[0], b=parts[1], y=parts[2])
+    return y
 
 
 def _to_copy(x: Array, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -110,6 +141,9 @@ KNOWN: dict[Any, Callable[..., Any]] = {
     aten.new_zeros.default: _filled(0.0),
     aten.empty_like.default: _empty,
     aten.new_empty.default: _empty,
+    aten.new_ones.default: _filled(1.0),
+    aten.new_empty_strided.default: _empty_strided,
+    aten.copy_.default: _copy_in_place,
     aten.add.Tensor: _add,
     aten.add_.Tensor: _add_in_place,
     aten._to_copy.default: _to_copy,

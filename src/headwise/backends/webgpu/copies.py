@@ -53,30 +53,57 @@ def copy_into(device: Device, x: Region, y: Region) -> None:
     """Copy x into y, which is contiguous and of its shape but for the last dim: that is cut, or filled with zeros."""
     if len(x.shape) > _MOST_DIMS:
         raise NotImplementedError(f"copying a tensor of {len(x.shape)} dims; WebGPU kernels take up to {_MOST_DIMS}")
+    if not y.numel:
+        return
     missing = _MOST_DIMS - len(x.shape)
     x = x.with_shape((1,) * missing + x.shape, (0,) * missing + x.strides)
     y = y.with_shape((1,) * missing + y.shape)
-    kernel = device.kernel("copy", bytes=x.itemsize)
     per_word = max(1, 4 // x.itemsize)
-    for part, to in _pieces(device, x, y):
-        words = -(-to.numel // per_word)
-        device.run(kernel, -(-words // 256), (*to.shape[1:], x.shape[-1], *part.strides, to.numel), x=part, y=to)
-
-
-def _pieces(device: Device, x: Region, y: Region) -> Iterator[tuple[Region, Region]]:
-    """Both, divided along their outermost dim where one binding does not hold them."""
-    limit = device.capabilities.binding_bytes - 512
     low, high = x.span()
-    if y.numel == 0:
+    sizes = (*y.shape[1:], x.shape[-1], *x.strides)
+    most = (device.capabilities.binding_bytes - 512) // x.itemsize
+    if max(high - low, y.numel) <= most:
+        kernel = device.kernel("copy", bytes=x.itemsize, boxed=False)
+        device.run(kernel, -(-y.numel // (256 * per_word)), (*sizes, y.numel), x=x, y=y)
         return
-    pieces = -(-max((high - low) * x.itemsize, y.numel * y.itemsize) // limit)
-    if pieces == 1:
-        yield x, y
-        return
-    dim = next(d for d, size in enumerate(x.shape) if size > 1)
-    length = max(1, x.shape[dim] // (pieces + 1))
-    if length >= 4:
-        length = length // 4 * 4  # a piece of y begins at a whole word
-    for start in range(0, x.shape[dim], length):
-        count = min(length, x.shape[dim] - start)
-        yield x.narrow(dim, start, count), y.narrow(dim, start, count)
+    kernel = device.kernel("copy", bytes=x.itemsize, boxed=True)
+    for box in _boxes(x, y, most):
+        seen, written = _span_of(x, box), _span_of(y, box)
+        origin = (written[0] - y.offset) // per_word * per_word
+        count = written[1] - y.offset - origin
+        device.run(
+            kernel,
+            -(-count // (256 * per_word)),
+            (*sizes, count, origin, seen[0] - x.offset, *box[0], *box[1]),
+            x=Region(x.storage, x.dtype, (seen[1] - seen[0],), (1,), seen[0]),
+            y=Region(y.storage, y.dtype, (count,), (1,), y.offset + origin),
+        )
+
+
+# The first coordinates, and those one past the last.
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _boxes(x: Region, y: Region, most: int) -> Iterator[_Box]:
+    """All of y, divided so that what a box touches of either tensor is at most so many elements from end to end."""
+    waiting: list[_Box] = [((0,) * _MOST_DIMS, y.shape)]
+    while waiting:
+        box = low, high = waiting.pop()
+        large = next((r for r in (x, y) if (span := _span_of(r, box))[1] - span[0] > most), None)
+        if large is None:
+            yield box
+            continue
+        extents = [(h - n - 1) * stride for n, h, stride in zip(low, high, large.strides, strict=True)]
+        dim = extents.index(max(extents))
+        middle = (low[dim] + high[dim]) // 2
+        waiting.append(((*low[:dim], middle, *low[dim + 1 :]), high))
+        waiting.append((low, (*high[:dim], middle, *high[dim + 1 :])))
+
+
+def _span_of(x: Region, box: _Box) -> tuple[int, int]:
+    """First element and one past the last that a box touches, counted from the start of the storage."""
+    first = last = x.offset
+    for low, high, size, stride in zip(*box, x.shape, x.strides, strict=True):
+        first += max(min(low, size - 1), 0) * stride  # columns beyond x are zeros, and not read
+        last += max(min(high, size) - 1, 0) * stride
+    return first, last + 1

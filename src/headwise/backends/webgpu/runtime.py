@@ -277,7 +277,10 @@ class Device:
             if stride == 0 and shape[dim] > 1:
                 kept = kept.narrow(dim, 0, 1)
         if not _is_dense(kept):
-            kept = kept.contiguous()
+            # Copied in the order in which it lies: heads that lie inside stay there.
+            order = sorted(range(kept.dim()), key=lambda d: -kept.stride(d))
+            back = sorted(range(kept.dim()), key=lambda d: order[d])
+            kept = kept.permute(order).contiguous().permute(back)
             strides = [0 if s == 0 and n > 1 else c for s, n, c in zip(strides, shape, kept.stride(), strict=True)]
         region = self.empty(tuple(kept.shape), tensor.dtype)
         flat = kept.as_strided((kept.numel(),), (1,)).detach()
@@ -451,16 +454,26 @@ def forget() -> None:
         _current = None
 
 
-@contextmanager
-def explained_loss() -> Iterator[None]:
-    """Turns the errors of a device that went away into one that says what to do."""
-    try:
-        yield
-    except (wgpu.GPUError, RuntimeError) as error:
-        if "lost" not in str(error).lower() or isinstance(error, DeviceLost):
-            raise
+class _ExplainedLoss:
+    """Turns the errors of a device that went away into one that says what to do. A class: calls enter it often."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if not isinstance(error, (wgpu.GPUError, RuntimeError)) or isinstance(error, DeviceLost):
+            return
+        if "lost" not in str(error).lower():
+            return
         forget()
         raise DeviceLost(
             "the GPU was lost during this call (a driver reset, a kernel that ran too long, or a removed device). "
             "The next call opens it again; arrays that lived on it are gone, make them anew with headwise.webgpu.array"
         ) from error
+
+
+_explained_loss = _ExplainedLoss()
+
+
+def explained_loss() -> _ExplainedLoss:
+    return _explained_loss

@@ -9,7 +9,16 @@
   `variant` is what `scores.py` made of the call: mask (bool), bias ("" or its dtype), lengths, sink (bools, both read from
   aux), cap, left, right (bools), packed (bool: a batch of sequences one after the other, no mask, no bias).
 
-  Logits here are natural: scale · q·k, capped, plus bias. The kernels fold log2(e) in themselves where they take powers.
+  Logits here are natural, and every kernel computes them in this order, all in float32:
+
+      product = Σ_d q_d · k_d        in any order
+      logit   = product · scale      one multiplication: q is never scaled beforehand, which would round each element
+      logit   = cap(logit)           where there is a cap
+      logit   = logit + bias         where there is a bias; a bias of -inf hides the key, whatever the logit
+
+  Powers are taken of two. The forward's weights are exp2(fma(logit, LOG2E, -reference)) with a reference in powers of two,
+  and lse = reference · LN2 + log(Σ weights): the one rounding of the reference is the same for the row's weights and its
+  lse. `logits(variant)` defines these for kernels that want them: constants, logit_of, biased.
 #}
 {% macro inputs(variant) %}
 {% if variant.mask %}
@@ -80,8 +89,18 @@ fn bias_of(batch: u32, head: u32, query: u32, key: u32) -> f32 {
 }
 {% endif %}
 {% if variant.cap %}
-// c · tanh(s / c). Built-in tanh may overflow inside; beyond 15 it is 1 to the last digit of a float.
-fn cap(logit: f32) -> f32 { return params.softcap * tanh(clamp(logit / params.softcap, -15.0, 15.0)); }
+// The built-in tanh may be a difference of exponentials, which overflow where it is large and lose all digits where it is
+// small. Here: one exponential that cannot overflow, and a polynomial near zero.
+fn tanh_of(u: f32) -> f32 {
+    let size = abs(u);
+    let e = exp2(-2.8853900817779268 * size);
+    let square = u * u;
+    let small = size * (1.0 + square * (-0.33333333 + square * (0.13333333 + square * (-0.053968254 + square * 0.021869489))));
+    let t = select((1.0 - e) / (1.0 + e), small, size < 0.25);
+    return select(t, -t, u < 0.0);
+}
+// c · tanh(s / c).
+fn cap(logit: f32) -> f32 { return params.softcap * tanh_of(logit / params.softcap); }
 // The derivative of cap, from its value.
 fn cap_slope(capped: f32) -> f32 { let t = capped / params.softcap; return 1.0 - t * t; }
 {% endif %}
@@ -89,4 +108,24 @@ fn cap_slope(capped: f32) -> f32 { let t = capped / params.softcap; return 1.0 -
 // Infinity and NaN, which no WGSL constant may be. A variable is no constant.
 fn negative_infinity() -> f32 { var bits = 0xff800000u; return bitcast<f32>(bits); }
 fn not_a_number() -> f32 { var bits = 0x7fc00000u; return bitcast<f32>(bits); }
+{% endmacro %}
+
+{% macro logits(variant) %}
+const LOG2E = 1.4426950408889634;
+const LN2 = 0.6931471805599453;
+// The logit of a key that a row does not see. Times LOG2E it is still a float, and far below every reference, which is
+// never lower than this: the weight is 0. Constants cannot be infinite, and drivers may take it that nothing is.
+const HIDDEN = -2e38;
+// No logit that is seen is lower. (A bias of the lowest float is a common way to hide keys: such rows get equal weights.)
+const LOWEST = -1e38;
+
+// The logit, before any bias, of a query and a key with product q·k.
+fn logit_of(product: f32) -> f32 { return {{ "cap(product * params.scale)" if variant.cap else "product * params.scale" }}; }
+{% if variant.bias %}
+fn biased(logit: f32, added: f32) -> f32 {
+    let sum = logit + added;
+    // Compared, not clamped: a NaN stays one. -inf is told by its bits.
+    return select(select(sum, LOWEST, sum < LOWEST), HIDDEN, bitcast<u32>(added) == 0xff800000u);
+}
+{% endif %}
 {% endmacro %}

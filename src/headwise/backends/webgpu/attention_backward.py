@@ -1,0 +1,384 @@
+"""Attention backward in WGSL, dense and packed: rows' numbers first, then dq, then dk and dv. No atomics, one order of sums.
+
+    p_ij = exp(s_ij - lse_i)      delta_i = dO_i · O_i - dlse_i      ds_ij = p_ij (dO_i · v_j - delta_i)
+    dq_i = scale Σ_j ds_ij k_j    dk_j = scale Σ_i ds_ij q_i         dv_j = Σ_i p_ij dO_i
+
+Both big kernels (two variants of ``wgsl/attention_backward.wgsl``) compute the scores anew: seven matrix products where five
+would do with atomics. Dao, "FlashAttention-2", 2023.
+
+A tensor larger than one binding is worked on by one key head of one batch entry after the other (`Piece`): its rows are made
+dense first where even one head of it is spread too far, and results are written in windows of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from headwise.backends.webgpu import copies, scores, tiles
+from headwise.backends.webgpu.adapter import FLOOR_WORKGROUP_MEMORY, Capabilities
+from headwise.backends.webgpu.array import launcher
+from headwise.backends.webgpu.attention_bias import bias_gradient
+from headwise.backends.webgpu.runtime import Device
+from headwise.backends.webgpu.shaders import DTYPES
+from headwise.backends.webgpu.storage import Region
+
+if TYPE_CHECKING:
+    from headwise.ops.attention._arguments import Flags
+
+QUERIES, KEYS = "queries", "keys"
+
+_MOST_REGISTERS = 200  # floats of a thread in arrays that must not spill
+
+
+class Shape(NamedTuple):
+    """How a workgroup of ``wgsl/attention_backward.wgsl`` is cut: template variables of the same names."""
+
+    rows: int  # own rows that a group of lanes shares
+    lanes: int
+    threads: int
+    tile: int  # streamed rows in workgroup memory
+    chunk: int  # of them, computed at once
+    subgroups: bool
+
+    @property
+    def own_tile(self) -> int:
+        return self.threads // self.lanes * self.rows
+
+
+class Piece(NamedTuple):
+    """A part of a call: all of it, or one key head of one batch entry."""
+
+    batch: int  # the first batch entry
+    batches: int
+    key_head: int  # the first key head
+    key_heads: int
+    group: int  # query heads per key head
+
+    def of_keys(self, x: Region) -> Region:
+        """The part of k, v, dk or dv ``(B, Hk, ·, ·)``."""
+        return x.narrow(0, self.batch, self.batches).narrow(1, self.key_head, self.key_heads)
+
+    def of_queries(self, x: Region) -> Region:
+        """The part of q, dO, O, lse or dq ``(B, Hq, …)``."""
+        return x.narrow(0, self.batch, self.batches).narrow(1, self.key_head * self.group, self.key_heads * self.group)
+
+    def of_scores(self, x: Region) -> Region:
+        """The part of a mask or bias, of which dims of 1 are broadcast."""
+        if x.shape[0] > 1:
+            x = x.narrow(0, self.batch, self.batches)
+        if x.shape[1] > 1:
+            x = x.narrow(1, self.key_head * self.group, self.key_heads * self.group)
+        return x
+
+
+class Problem(NamedTuple):
+    """Aligned tensors of one piece: dense, or packed as ``(1, H, T, ·)`` views."""
+
+    piece: Piece
+    q: Region
+    k: Region
+    v: Region
+    grad: Region
+    stats: Region  # of the whole call; those of the rows of this piece begin at stats_first
+    stats_first: int
+    scores: scores.Scores
+    packed: Packed | None
+
+
+class Packed(NamedTuple):
+    cu_q: Region
+    cu_k: Region
+    max_q: int
+    max_k: int
+
+
+# --------------------------------------------------------------------------------------------------------- the launchers
+
+
+@launcher
+def attention_backward(
+    device: Device, grad_out: Region, grad_lse: Region | None, q: Region, k: Region, v: Region, out: Region, lse: Region,
+    mask: Region | None, bias: Region | None, kv_lengths: Region | None, sink: Region | None, flags: Flags,
+    need_bias_grad: bool, need_sink_grad: bool,
+) -> tuple[Region, ...]:  # fmt: skip
+    problems, stats, (dq, dk, dv) = _run(
+        device, grad_out, grad_lse, q, k, v, out, lse, mask, bias, kv_lengths, flags, None
+    )
+    dbias = dsink = device.empty((0,), q.dtype)
+    if need_bias_grad and bias is not None:
+        dbias = bias_gradient(device, problems, windows, bias, q.shape, k.shape)
+    if need_sink_grad and sink is not None:
+        dsink = _sink_gradient(device, stats, sink, q.shape, kv_lengths is not None)
+    return dq, dk, dv, dbias, dsink
+
+
+@launcher
+def attention_varlen_backward(
+    device: Device, grad_out: Region, grad_lse: Region | None, q: Region, k: Region, v: Region, out: Region, lse: Region,
+    cu_q: Region, cu_k: Region, max_q: int, max_k: int, sink: Region | None, flags: Flags, need_sink_grad: bool,
+) -> tuple[Region, ...]:  # fmt: skip
+    # One sequence of all tokens, heads outside, that the kernels cut up.
+    seen_q, seen_k, seen_v, seen_out, seen_grad = (_heads_outside(x) for x in (q, k, v, out, grad_out))
+    lse, grad_lse = _one_batch(lse), None if grad_lse is None else _one_batch(grad_lse)
+    _, stats, grads = _run(
+        device, seen_grad, grad_lse, seen_q, seen_k, seen_v, seen_out, lse, None, None, None, flags,
+        Packed(cu_q, cu_k, max_q, max_k),
+    )  # fmt: skip
+    dsink = device.empty((0,), q.dtype)
+    if need_sink_grad and sink is not None:
+        dsink = _sink_gradient(device, stats, sink, seen_q.shape, False)
+    dq, dk, dv = (x.with_shape(like.shape) for x, like in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv, dsink
+
+
+def _heads_outside(x: Region) -> Region:
+    (tokens, heads, last), (of_token, of_head, of_element) = x.shape, x.strides
+    return x.with_shape((1, heads, tokens, last), (0, of_head, of_token, of_element))
+
+
+def _one_batch(x: Region) -> Region:
+    return x.with_shape((1, *x.shape), (0, *x.strides))
+
+
+def _run(
+    device: Device, grad_out: Region, grad_lse: Region | None, q: Region, k: Region, v: Region, out: Region, lse: Region,
+    mask: Region | None, bias: Region | None, kv_lengths: Region | None, flags: Flags, packed: Packed | None,
+) -> tuple[list[Problem], Region, list[Region]]:  # fmt: skip
+    """dq, dk and dv; with them the pieces of the call and its stats."""
+    of_call = scores.of_call(device, q, k, mask, bias, None, None, flags, packed is not None)
+    of_call = of_call._replace(variant=of_call.variant._replace(lengths=kv_lengths is not None))
+    results = [_empty_result(device, x) for x in (q, k, v)]
+    q, k, v, grad, out = (scores.aligned(device, x) for x in (q, k, v, grad_out, out))
+    batch, heads, q_length, _ = q.shape
+    stats = device.empty((batch + batch * heads * q_length, 2), torch.int32)
+    group = heads // k.shape[1]
+    problems = []
+    for cut in scores.pieces(device, batch, k.shape[1], q, k, v, grad, out, mask, bias, *(x.written for x in results)):
+        piece = Piece(*cut, group)
+        problem = Problem(
+            piece,
+            _bindable(device, piece.of_queries(q)),
+            _bindable(device, piece.of_keys(k)),
+            _bindable(device, piece.of_keys(v)),
+            _bindable(device, piece.of_queries(grad)),
+            stats,
+            batch + (piece.batch * heads + piece.key_head * group) * q_length,
+            _scores_of(of_call, piece),
+            packed,
+        )
+        rows_of(
+            device, problem, _bindable(device, piece.of_queries(out)), piece.of_queries(lse),
+            None if grad_lse is None else piece.of_queries(grad_lse), kv_lengths,
+        )  # fmt: skip
+        _run_queries(device, problem, piece.of_queries(results[0].written))
+        _run_keys(device, problem, *(piece.of_keys(x.written) for x in results[1:]))
+        problems.append(problem)
+    return problems, stats, [scores.finish(device, x) for x in results]
+
+
+def _empty_result(device: Device, x: Region) -> scores.Rows:
+    """Gradients lie heads inside, their rows padded first where the size of a head is no multiple of four."""
+    result = device.empty(x.shape, x.dtype, scores.heads_inside(x.shape))
+    if x.shape[3] % 4 == 0:
+        return scores.Rows(result, result)
+    padded = (*x.shape[:3], -(-x.shape[3] // 4) * 4)
+    return scores.Rows(device.empty(padded, x.dtype, scores.heads_inside(padded)), result)
+
+
+def _bindable(device: Device, x: Region) -> Region:
+    """x itself, or dense rows where x is spread too far for one binding."""
+    if x.storage.size <= device.capabilities.binding_bytes:
+        return x
+    low, high = x.span()
+    return x if (high - low) * x.itemsize <= device.capabilities.binding_bytes - 512 else copies.copied(device, x)
+
+
+def _scores_of(of_call: scores.Scores, piece: Piece) -> scores.Scores:
+    regions = {name: piece.of_scores(x) for name, x in of_call.regions.items()}
+    parameters = (piece.batches, piece.key_heads * piece.group, *of_call.parameters[2:])
+    return scores.Scores(of_call.variant, parameters, regions)
+
+
+def windows(device: Device, problem: Problem, dim: int, *results: Region) -> Iterator[tuple[tuple[int, int], Problem]]:
+    """Rows [first, past) of the side of dim 2 (queries) or 3 (keys) of the scores that a kernel can work on at once: all of
+    them, unless a result, the mask or the bias is too large to bind. With them the problem that has only their scores."""
+    length = (problem.q if dim == 2 else problem.k).shape[2]
+    most, seen = device.capabilities.binding_bytes, problem.scores.regions
+    rows = length
+    for x in results:
+        if x.storage.size > most:
+            rows = min(rows, (most - 512) // (x.strides[2] * x.itemsize))
+    for x in seen.values():
+        if x.storage.size > most and x.shape[dim] > 1:
+            rows = min(rows, (most - 512) // (x.numel // x.shape[dim] * x.itemsize))
+    if rows == length:
+        if length:
+            yield (0, length), problem
+        return
+    for first in range(0, length, max(rows, 1)):
+        count = min(max(rows, 1), length - first)
+        parts = {n: _bindable(device, x.narrow(dim, first, count) if x.shape[dim] > 1 else x) for n, x in seen.items()}
+        strides = tuple(0 if n == 1 else s for x in parts.values() for n, s in zip(x.shape, x.strides, strict=True))
+        of_scores = scores.Scores(problem.scores.variant, (*problem.scores.parameters[:9], *strides), parts)
+        yield (first, first + count), problem._replace(scores=of_scores)
+
+
+def rows_of(
+    device: Device, problem: Problem, out: Region, lse: Region, grad_lse: Region | None, kv_lengths: Region | None
+) -> None:
+    """Fill the stats of a problem: see ``wgsl/attention_stats.wgsl``."""
+    batch, heads, length = out.shape[:3]
+    count, vectors = batch * heads * length, out.shape[3] // 4
+    lanes = 4 if vectors <= 8 else 16
+    kernel = device.kernel(
+        "attention_stats", dtype=DTYPES[out.dtype], dlse=grad_lse is not None,
+        lengths="" if kv_lengths is None else DTYPES[kv_lengths.dtype], vectors=vectors, lanes=lanes,
+    )  # fmt: skip
+    regions = {"result": out, "grad": problem.grad, "lse": lse, "stats": problem.stats}
+    dlse_strides: tuple[int, ...] = (0, 0, 0)
+    if grad_lse is not None:
+        regions["grad_lse"], dlse_strides = grad_lse, grad_lse.strides
+    if kv_lengths is not None:
+        regions["lengths"] = kv_lengths
+    parameters = (
+        batch, heads, length, problem.k.shape[2], *scores.vectors(out), *scores.vectors(problem.grad), *lse.strides,
+        *dlse_strides, *((0, 0) if kv_lengths is None else (kv_lengths.strides[0], kv_lengths.shape[0])),
+        problem.stats_first,
+    )  # fmt: skip
+    # Without any row there may still be lengths.
+    device.run(kernel, max(-(-count // (256 // lanes)), int(kv_lengths is not None)), parameters, **regions)
+
+
+def _sink_gradient(device: Device, stats: Region, sink: Region, shape: tuple[int, ...], lengths: bool) -> Region:
+    batch, heads, q_length, _ = shape
+    dsink = device.empty((heads,), sink.dtype)
+    kernel = device.kernel("attention_stats_sink", dtype=DTYPES[sink.dtype], lengths=lengths)
+    device.run(kernel, -(-heads // 2), (batch, heads, q_length, sink.strides[0]), sink=sink, stats=stats, dsink=dsink)
+    return dsink
+
+
+# ------------------------------------------------------------------------------------------------------- the big kernels
+
+
+def _run_queries(device: Device, problem: Problem, dq: Region) -> None:
+    q, k, packed = problem.q, problem.k, problem.packed
+    shape = _shape_of(device, QUERIES, problem)
+    entries, count = None, -(-q.shape[2] // shape.own_tile)
+    if packed is not None:
+        entries, count = scores.packed_tiles(
+            device, packed.cu_q, packed.cu_k, q.shape[2], k.shape[2], packed.max_q, packed.max_k, shape.own_tile
+        )
+    for window, seen in windows(device, problem, 2, dq):
+        run_side(device, QUERIES, seen, shape, entries, count, window, dq, None)
+
+
+def _run_keys(device: Device, problem: Problem, dk: Region, dv: Region) -> None:
+    q, k, packed = problem.q, problem.k, problem.packed
+    shape = _shape_of(device, KEYS, problem)
+    entries, count = None, -(-k.shape[2] // shape.own_tile)
+    if packed is not None:
+        entries, count = scores.packed_tiles(
+            device, packed.cu_k, packed.cu_q, k.shape[2], q.shape[2], packed.max_k, packed.max_q, shape.own_tile
+        )
+    for window, seen in windows(device, problem, 3, dk, dv):
+        if "mask" in problem.scores.regions and "bias" in problem.scores.regions:
+            # One buffer more than a kernel may bind: dk and dv one after the other.
+            run_side(device, KEYS, seen, shape, entries, count, window, dk, None)
+            run_side(device, KEYS, seen, shape, entries, count, window, None, dv)
+        else:
+            run_side(device, KEYS, seen, shape, entries, count, window, dk, dv)
+
+
+def run_side(
+    device: Device, side: str, problem: Problem, shape: Shape, entries: Region | None, tile_count: int,
+    window: tuple[int, int], first: Region | None, second: Region | None,
+) -> None:  # fmt: skip
+    """One dispatch: ``first`` is dq or dk, ``second`` is dv, where they are wanted."""
+    q, k, v, grad, of_call = problem.q, problem.k, problem.v, problem.grad, problem.scores
+    kernel = device.kernel(
+        "attention_backward", side=side, dtype=DTYPES[q.dtype], first=q.shape[3] // 4, second=v.shape[3] // 4,
+        want_first=first is not None, want_second=second is not None, variant=of_call.variant, rows=shape.rows,
+        lanes=shape.lanes, threads=shape.threads, tile=shape.tile, chunk=shape.chunk, subgroups=shape.subgroups,
+    )  # fmt: skip
+    regions = {"q": q, "k": k, "v": v, "grad": grad, "stats": problem.stats, **of_call.regions}
+    parameters: tuple[float, ...] = (
+        tile_count, *window, problem.stats_first, problem.piece.batch,
+        *(n for x in (q, k, v, grad) for n in scores.vectors(x)),
+    )  # fmt: skip
+    for name, x in (("dq" if side == QUERIES else "dk", first), ("dv", second)):
+        if x is not None:
+            regions[name] = x.narrow(2, window[0], window[1] - window[0])
+            parameters += scores.vectors(x)
+    if entries is not None:
+        regions["tiles"] = entries
+    heads = (q if side == QUERIES else k).shape[1]
+    device.run(kernel, q.shape[0] * heads * tile_count, parameters + of_call.parameters, **regions)
+
+
+# ------------------------------------------------------------------------------------------------------------ the shapes
+
+
+def _shape_of(device: Device, side: str, problem: Problem) -> Shape:
+    q, k, v = problem.q, problem.k, problem.v
+    batch, heads, length, _ = (q if side == QUERIES else k).shape
+    return _shape(device.capabilities, side, 8 * q.itemsize, q.shape[3] // 4, v.shape[3] // 4, batch * heads, length)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape(capabilities: Capabilities, side: str, bits: int, first: int, second: int, heads: int, length: int) -> Shape:
+    """What ``tiles.json`` lists for ``attention_backward_queries`` or ``…_keys``, or a shape by limits alone."""
+    subgroup = capabilities.subgroup_size if capabilities.tier >= "C" else 0
+    enough = tiles.busy(capabilities)
+    found = None
+    for entry in tiles.rows(f"attention_backward_{side}", capabilities, bits, max(first, second)):
+        shape = Shape(**entry, subgroups=subgroup > 0)
+        if (
+            workgroup_bytes(shape, side, first, second) <= capabilities.workgroup_memory
+            and shape.threads <= capabilities.workgroup_threads
+            and (shape.lanes <= subgroup or not subgroup)
+        ):
+            found = shape
+            if heads * -(-length // shape.own_tile) >= enough:
+                return shape
+    if found is None:
+        found = default_shape(subgroup, side, first, second)
+        if subgroup and heads * -(-length // found.own_tile) < enough and found.threads > 64:
+            found = found._replace(threads=64)
+    return found
+
+
+def default_shape(subgroup: int, side: str, first: int, second: int) -> Shape:
+    """A shape for what every adapter has. ``subgroup`` is its size, or 0; ``first`` and ``second`` are vectors of a row of q
+    and of v."""
+    widest = max(first, second)
+    held, most = (3, 4) if side == QUERIES else (4, 2)  # tensors in registers; vectors that a lane has of a row
+    rows = lanes = 4
+    while lanes * most < widest and lanes < (min(subgroup, 32) if subgroup else 16):
+        lanes *= 2
+    while rows > 1 and held * rows * 4 * -(-widest // lanes) > _MOST_REGISTERS:
+        rows //= 2
+    if subgroup:
+        shape = Shape(rows, lanes, 128, 32, 8, True)
+    else:
+        shape = Shape(rows, lanes, 64, 16, 4, False)
+    while shape.tile > shape.chunk and workgroup_bytes(shape, side, first, second) > FLOOR_WORKGROUP_MEMORY:
+        shape = shape._replace(tile=shape.tile // 2)
+    while shape.threads > lanes and workgroup_bytes(shape, side, first, second) > FLOOR_WORKGROUP_MEMORY:
+        shape = shape._replace(threads=shape.threads // 2)
+    return shape
+
+
+def workgroup_bytes(shape: Shape, side: str, first: int, second: int, results: int = 2) -> int:
+    """Workgroup memory that a kernel needs."""
+    row = sum(-(-vectors // shape.lanes) * shape.lanes for vectors in (first, second))
+    size = 16 * shape.tile * row
+    if side == KEYS:
+        size += 8 * shape.tile
+    if not shape.subgroups:
+        weights = results if side == KEYS else 1
+        size += 16 * (2 * shape.rows * (shape.threads + 1) + weights * shape.own_tile)
+    return size

@@ -1,0 +1,92 @@
+"""Cross entropy on WebGPU: ``wgsl/cross_entropy.wgsl``, one kernel for losses, gradient, or both."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from headwise.backends.webgpu import copies, rows
+from headwise.backends.webgpu.array import launcher
+from headwise.backends.webgpu.runtime import Device
+from headwise.backends.webgpu.shaders import DTYPES
+from headwise.backends.webgpu.storage import Region
+
+
+class _Options(NamedTuple):
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+
+
+@launcher
+def cross_entropy_forward(
+    device: Device, logits: Region, targets: Region, ignore_index: int, label_smoothing: float, z_loss: float,
+    softcap: float | None,
+) -> tuple[Region, Region]:  # fmt: skip
+    """Losses of the rows (N,), and for backward (2, N) numbers: of each row in turn its highest logit and its total."""
+    losses, stats = _new_losses(device, targets)
+    _launch(
+        device, None, logits, targets, losses, stats, None, _Options(ignore_index, label_smoothing, z_loss, softcap)
+    )
+    return losses, stats
+
+
+@launcher
+def cross_entropy_backward(
+    device: Device, row_grads: Region, logits: Region, targets: Region, row_stats: Region, ignore_index: int,
+    label_smoothing: float, z_loss: float, softcap: float | None,
+) -> Region:  # fmt: skip
+    dlogits = device.empty(logits.shape, logits.dtype)
+    stats = copies.contiguous(device, row_stats)
+    options = _Options(ignore_index, label_smoothing, z_loss, softcap)
+    _launch(device, row_grads, logits, targets, None, stats, dlogits, options)
+    return dlogits
+
+
+@launcher
+def cross_entropy_forward_backward(
+    device: Device, row_grads: Region, logits: Region, targets: Region, ignore_index: int, label_smoothing: float,
+    z_loss: float, softcap: float | None,
+) -> tuple[Region, Region]:  # fmt: skip
+    """Losses of the rows (N,), and the gradient of the logits."""
+    dlogits = device.empty(logits.shape, logits.dtype)
+    losses, stats = _new_losses(device, targets)
+    options = _Options(ignore_index, label_smoothing, z_loss, softcap)
+    _launch(device, row_grads, logits, targets, losses, stats, dlogits, options)
+    return losses, dlogits
+
+
+def _new_losses(device: Device, targets: Region) -> tuple[Region, Region]:
+    count = targets.numel
+    return device.empty((count,), torch.float32), device.empty((2, count), torch.float32)
+
+
+def _launch(
+    device: Device, row_grads: Region | None, logits: Region, targets: Region, losses: Region | None, stats: Region,
+    dlogits: Region | None, options: _Options,
+) -> None:  # fmt: skip
+    count, width = targets.numel, logits.shape[-1]
+    if count == 0 or (width == 0 and losses is None):
+        return
+    x = rows.as_rows(device, logits) if width else logits.with_shape((count, 0), (0, 1))
+    at = rows.layout(device, rows.tile(device, width, rows.words(x.dtype)), x)
+    variant = {
+        "targets": DTYPES[targets.dtype], "forward": losses is not None, "gradient": row_grads is not None,
+        "cap": options.softcap is not None, "smooth": options.label_smoothing > 0,
+    }  # fmt: skip
+    sides = {
+        "targets": copies.contiguous(device, targets).with_shape((count,)),
+        "stats": stats.with_shape((count, 2)),
+    }
+    if losses is not None:
+        sides["losses"] = losses
+    if row_grads is not None:
+        sides["row_grads"] = row_grads
+    parameters = (
+        0 if row_grads is None else row_grads.strides[0], options.ignore_index & 0xFFFFFFFF,
+        (options.ignore_index >> 32) & 0xFFFFFFFF, options.label_smoothing, options.z_loss, options.softcap or 1.0,
+    )  # fmt: skip
+    y = None if dlogits is None else dlogits.with_shape((count, width))
+    rows.run(device, "cross_entropy", at, parameters, variant, {"logits": x}, "dlogits", y, sides)

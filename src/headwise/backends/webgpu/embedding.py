@@ -1,0 +1,140 @@
+"""Embedding on WebGPU: a gather, and a sum over sorted ids in a fixed order (``wgsl/embedding*.wgsl``)."""
+
+from __future__ import annotations
+
+import torch
+
+from headwise.backends.webgpu import copies, rows
+from headwise.backends.webgpu.array import launcher
+from headwise.backends.webgpu.runtime import Device, Kernel
+from headwise.backends.webgpu.shaders import DTYPES
+from headwise.backends.webgpu.storage import Region
+
+CHUNK = 32  # sorted ids that are summed one after the other
+RUN = 16  # neighbouring keys of a thread that sorts
+_SORTERS = 128  # threads of a workgroup
+_NAN = {torch.float32: 0x7FC00000, torch.float16: 0x7E007E00, torch.bfloat16: 0x7FC07FC0}  # words
+
+
+@launcher
+def embedding_forward(device: Device, ids: Region, weight: Region) -> Region:
+    classes, width = weight.shape
+    y = device.empty((*ids.shape, width), weight.dtype)
+    count = ids.numel
+    if y.numel == 0:
+        return y
+    if classes == 0:
+        return copies.full(device, y.shape, float("nan"), weight.dtype)
+    table = weight if weight.strides[1] == 1 or width == 1 else copies.copied(device, weight)
+    flat_ids = copies.contiguous(device, ids).with_shape((count,))
+    flat = y.with_shape((count, width))
+    words = _words_per_item(table)
+    unit = 4 * words // table.itemsize or 1  # elements that the kernel counts as one
+    kernel = device.kernel("embedding", ids=DTYPES[ids.dtype], width=words)
+    table_pieces = rows.pieces(device, table)
+    for place, places in rows.pieces(device, flat):
+        target = rows.part(flat, place, places)
+        elements = places * width // unit
+        items = elements if words else -(-elements // 2)
+        if words:
+            target = _as_words(target)
+        for first, here in table_pieces:
+            piece = rows.part(table, first, here)
+            parameters = (
+                items, elements, width // unit, table.strides[0] // unit if classes > 1 else 0, classes, first, here,
+                _NAN[weight.dtype],
+            )  # fmt: skip
+            device.run(
+                kernel, -(-items // 256), parameters, ids=rows.part(flat_ids, place, places),
+                weight=_as_words(piece) if words else piece, y=target,
+            )  # fmt: skip
+    return y
+
+
+def _words_per_item(table: Region) -> int:
+    """Words that one thread moves: 4 or 1; 0 where rows are no whole words."""
+    sizes = (table.shape[1], table.offset, table.strides[0] if table.shape[0] > 1 else 0)
+    for words in (4, 1):
+        if all(size * table.itemsize % (4 * words) == 0 for size in sizes):
+            return words
+    return 0
+
+
+def _as_words(x: Region) -> Region:
+    """The memory of x ``(rows, columns)``, counted in words."""
+    per_word = 4 // x.itemsize
+    shape, strides = (x.shape[0], x.shape[1] // per_word), (x.strides[0] // per_word, 1)
+    return Region(x.storage, torch.int32, shape, strides, x.offset // per_word)
+
+
+@launcher
+def embedding_backward(device: Device, grad: Region, ids: Region, num_embeddings: int, padding: int) -> Region:
+    width = grad.shape[-1]
+    padded = -(-width // 4) * 4
+    dweight = copies.full(device, (num_embeddings, padded), 0.0, grad.dtype)
+    count = ids.numel
+    if count > 0 and dweight.numel > 0:
+        g = rows.as_rows(device, grad)
+        if not rows.are_aligned(g):
+            g = copies.copied(device, g, padded)
+        flat_ids = copies.contiguous(device, ids).with_shape((count,))
+        keys, places = _sorted(device, flat_ids, num_embeddings, padding)
+        # A kernel reads the gradient anywhere: where one binding does not hold it, bands of columns are copied.
+        size = count * padded * g.itemsize
+        room = device.capabilities.binding_bytes - 512
+        band = padded if g.storage.size <= room + 512 else max(4, padded // -(-size // room) // 4 * 4)
+        for first in range(0, padded, band):
+            columns = min(band, padded - first)
+            part = g if columns == padded else copies.copied(device, g.narrow(1, first, columns))
+            _sum(device, keys, places, part, dweight.narrow(1, first, columns))
+    if padded == width:
+        return dweight
+    result = device.empty((num_embeddings, width), grad.dtype)
+    copies.copy_into(device, dweight, result)
+    return result
+
+
+def _sorted(device: Device, ids: Region, classes: int, padding: int) -> tuple[Region, Region]:
+    """Ids in order, and the place of each; equal ones keep their order. Ids that get no gradient become ``classes``."""
+    count = ids.shape[0]
+    # More digits at once are fewer passes, and need more workgroup memory.
+    bits = 6 if device.capabilities.workgroup_memory >= 4 * 64 * (_SORTERS + 1) else 4
+    tiles = -(-count // (_SORTERS * RUN))
+    counts = device.empty((2**bits * tiles,), torch.int32)
+    source, dtype = {"ids": ids}, DTYPES[ids.dtype]
+    for shift in range(0, classes.bit_length(), bits):
+        parameters = (count, tiles, shift, classes, padding)
+        read = {name: x for name, x in source.items() if name != "places"}
+        device.run(_sort_step(device, "count", dtype, bits), tiles, parameters, counts=counts, **read)
+        device.run(_sort_step(device, "scan", "", bits), 1, parameters, counts=counts)
+        keys, places = (device.empty((count,), torch.int32) for _ in range(2))
+        scatter = _sort_step(device, "scatter", dtype, bits)
+        device.run(scatter, tiles, parameters, counts=counts, sorted_keys=keys, sorted_places=places, **source)
+        source, dtype = {"keys": keys, "places": places}, ""
+    return source["keys"], source["places"]
+
+
+def _sort_step(device: Device, step: str, ids: str, bits: int) -> Kernel:
+    return device.kernel("embedding_sort", step=step, ids=ids, bits=bits, threads=_SORTERS, run=RUN)
+
+
+def _sum(device: Device, keys: Region, places: Region, g: Region, dweight: Region) -> None:
+    count, classes = keys.shape[0], dweight.shape[0]
+    vectors = g.shape[1] // 4
+    chunks = -(-count // CHUNK)
+    lanes = min(256, max(8, 1 << (vectors - 1).bit_length()))
+    parts = device.empty((chunks, 2, 4 * vectors), torch.float32)
+    groups = -(-chunks // (256 // lanes)) * -(-vectors // lanes)
+    for first, here in rows.pieces(device, dweight):
+        piece = rows.part(dweight, first, here)
+        parameters = (
+            count, chunks, vectors, g.strides[0] // 4, dweight.strides[0] // 4, classes, first, here,
+        )  # fmt: skip
+        variant = {"dtype": DTYPES[g.dtype], "chunk": CHUNK, "lanes": lanes}
+        device.run(
+            device.kernel("embedding_sum", step="chunks", **variant), groups, parameters, keys=keys, places=places, g=g,
+            dweight=piece, parts=parts,
+        )  # fmt: skip
+        if chunks > 1:
+            join = device.kernel("embedding_sum", step="join", **variant)
+            device.run(join, groups, parameters, keys=keys, dweight=piece, parts=parts)

@@ -1,0 +1,147 @@
+"""How large a piece of a kernel's work a workgroup takes: data in ``tiles.json``, never searched in a user's process.
+
+The file maps a kernel and a class of adapters to a list of tiles, largest first. The first one is taken that is made for
+heads as wide, fits the adapter's limits and gives the whole machine something to do; where none is listed, `default_forward`
+makes one from the limits alone.
+
+Classes, most special first: ``"<vendor> subgroups"``, ``"subgroups"`` with them; ``"<vendor> plain"``, ``"plain"`` without.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headwise.backends.webgpu import runtime
+from headwise.backends.webgpu.adapter import FLOOR_WORKGROUP_MEMORY, Capabilities
+
+FILE = Path(__file__).with_name("tiles.json")
+VENDORS = {0x10DE: "nvidia", 0x1002: "amd", 0x8086: "intel", 0x106B: "apple", 0x5143: "qualcomm", 0x13B5: "arm"}
+
+# Registers for q and out of a lane, in floats: more than this spills on some GPU.
+_MOST_REGISTERS = 160
+
+
+class Tile(NamedTuple):
+    """Of ``wgsl/attention_forward.wgsl``, template variables of the same names."""
+
+    rows: int  # of queries that a team of lanes shares
+    lanes: int  # of a team
+    threads: int  # of a workgroup
+    keys: int  # in workgroup memory
+    unroll: int  # keys worked on at once
+    prefetch: bool = False  # the next tile is on its way in registers while this one is worked on
+
+    @property
+    def queries(self) -> int:
+        return self.threads // self.lanes * self.rows
+
+    def memory(self, q_vectors: int, v_vectors: int, subgroups: bool) -> int:
+        """Bytes of workgroup memory."""
+        of_a_key = sum(-(-vectors // self.lanes) * self.lanes for vectors in (q_vectors, v_vectors))
+        exchanged = 0
+        if not subgroups:
+            told = self.rows - (self.rows == self.lanes) + 1  # products of rows, and weights
+            exchanged = 4 * self.threads * (told * self.unroll + 1)
+        return 16 * self.keys * of_a_key + exchanged
+
+    def registers(self, q_vectors: int, v_vectors: int) -> int:
+        return 4 * self.rows * sum(-(-vectors // self.lanes) for vectors in (q_vectors, v_vectors))
+
+
+_forced: dict[str, Tile] = {}
+
+
+@contextmanager
+def forced(kernel: str, tile: Tile) -> Iterator[None]:
+    """Within the block every call of ``kernel`` works in this tile, whatever the file says: for measuring."""
+    plans = runtime.device().plans  # calls that would be replayed in the tile they had before
+    plans.clear()
+    _forced[kernel] = tile
+    try:
+        yield
+    finally:
+        del _forced[kernel]
+        plans.clear()
+
+
+def forward(capabilities: Capabilities, bits: int, q_vectors: int, v_vectors: int, queries: int, heads: int) -> Tile:
+    """For q and v of rows of so many vectors of four elements, and ``queries`` rows in each of ``heads`` heads."""
+    return _forced.get("attention_forward") or _forward(capabilities, bits, q_vectors, v_vectors, queries, heads)
+
+
+@functools.lru_cache(maxsize=4096)
+def _forward(capabilities: Capabilities, bits: int, q_vectors: int, v_vectors: int, queries: int, heads: int) -> Tile:
+    subgroups = capabilities.tier >= "C"
+    enough = busy(capabilities)
+    listed = [Tile(**entry) for entry in rows("attention_forward", capabilities, bits, max(q_vectors, v_vectors))]
+    fitting = [
+        tile
+        for tile in listed
+        if tile.memory(q_vectors, v_vectors, subgroups) <= capabilities.workgroup_memory
+        and tile.threads <= capabilities.workgroup_threads
+        and (not subgroups or tile.lanes <= capabilities.subgroup_size)
+    ]
+    if not fitting:
+        tile = default_forward(capabilities, q_vectors, v_vectors)
+        smaller = tile.threads
+        while smaller >= max(32, tile.lanes):
+            fitting.append(tile._replace(threads=smaller))
+            smaller //= 2
+    return next((tile for tile in fitting if heads * -(-queries // tile.queries) >= enough), fitting[-1])
+
+
+def default_forward(capabilities: Capabilities, q_vectors: int, v_vectors: int) -> Tile:
+    """A tile for any heads up to 512 that fits what every adapter of the tier has."""
+    subgroups = capabilities.tier >= "C"
+    widest = max(q_vectors, v_vectors)
+    most_lanes = min(capabilities.subgroup_size, 32) if subgroups else 32
+    lanes = 4
+    while lanes < most_lanes and -(-widest // lanes) > 4:
+        lanes *= 2
+    tile = Tile(rows=4, lanes=lanes, threads=128 if subgroups else 64, keys=32, unroll=8 if subgroups else 4)
+    while tile.rows > 1 and tile.registers(q_vectors, v_vectors) > _MOST_REGISTERS:
+        tile = tile._replace(rows=tile.rows // 2)
+    memory = min(capabilities.workgroup_memory, FLOOR_WORKGROUP_MEMORY)
+    while tile.memory(q_vectors, v_vectors, subgroups) > memory:
+        if tile.keys > tile.unroll:
+            tile = tile._replace(keys=tile.keys - tile.unroll)
+        else:
+            tile = tile._replace(keys=tile.unroll // 2, unroll=tile.unroll // 2)
+    return tile
+
+
+# ----------------------------------------------------------------------------------------------------------- the file
+
+
+def rows(kernel: str, capabilities: Capabilities, bits: int, vectors: int) -> list[dict[str, Any]]:
+    """What the file lists for a kernel on this adapter and heads of ``vectors`` vectors of four, less the conditions."""
+    listed: list[dict[str, Any]] = []
+    for name in classes(capabilities):
+        entries = table()["tiles"].get(kernel, {}).get(name, [])
+        fitting = [e for e in entries if e["from"] <= 4 * vectors <= e["to"] and e.get("bits", bits) == bits]
+        if fitting:
+            listed = [{k: v for k, v in e.items() if k not in ("from", "to", "bits")} for e in fitting]
+            break
+    return listed
+
+
+def classes(capabilities: Capabilities) -> list[str]:
+    kind = "subgroups" if capabilities.tier >= "C" else "plain"
+    return [f"{VENDORS.get(capabilities.vendor, 'other')} {kind}", kind]
+
+
+def busy(capabilities: Capabilities) -> int:
+    """Workgroups that keep the machine busy. WebGPU does not say how many processors there are: the file has a guess."""
+    guesses = table()["workgroups"]
+    return int(guesses.get(VENDORS.get(capabilities.vendor, "other"), guesses["other"]))
+
+
+@functools.lru_cache(maxsize=1)
+def table() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(FILE.read_text())
+    return content

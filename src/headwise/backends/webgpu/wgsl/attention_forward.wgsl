@@ -1,0 +1,443 @@
+// Attention forward, dense and packed: out = softmax(scale · q kᵀ, capped, biased, masked) v, and its log-sum-exp.
+// Dao, "FlashAttention-2", 2023; the reference that follows the maximum with slack is FlashAttention-4's.
+//
+//   q    (B, Hq, Sq, D)     out  (B, Hq, Sq, Dv)     lse  (B, Hq, Sq)
+//   k    (B, Hk, Sk, D)     v    (B, Hk, Sk, Dv)     packed: B is 1, S are all tokens, `tiles` says where sequences lie
+//
+// A workgroup owns {{ threads // lanes * rows }} rows of queries of one head and walks over the keys they see, a tile of {{ keys }} at a time.
+// Tiles of K and V lie in workgroup memory, q and the sums of out in registers: {{ lanes }} neighbouring threads, the lanes of
+// a team, share {{ rows }} rows, and each owns every {{ lanes }}th vector of four elements of them.
+//
+// Lane c has row i ^ c of its team in registers number i. So what another lane knows about row c is always in the
+// registers whose number is the xor of both lanes: sums over the team, and weights on their way back, travel by plain
+// exchanges between c and c ^ i, with nothing to select. Exchanges go through subgroups, or else through workgroup memory.
+//
+// variables: dtype; variant (scores.py); q_vectors, v_vectors: D and Dv in vectors of four; subgroups (bool);
+//            rows, lanes, threads, keys, unroll, prefetch: a `Tile` (tiles.py). rows <= lanes, all powers of two;
+//            unroll, the keys that are worked on at once, divides keys.
+{% import "scores.wgsl" as scores with context %}
+{% set hides = variant.mask or variant.bias %}
+{% set q_each = (q_vectors + lanes - 1) // lanes %}
+{% set v_each = (v_vectors + lanes - 1) // lanes %}
+{% set q_row = q_each * lanes %}
+{% set v_row = v_each * lanes %}
+{% set chunks = keys // unroll %}
+{% set steps = [1, 2, 4, 8, 16, 32, 64] %}
+{% set width = [unroll, 4] | min %}
+{% set kind = "f32" if width == 1 else "vec%d<f32>" % width %}
+{{ input("q", dtype, 4) }}
+{{ input("k", dtype, 4) }}
+{{ input("v", dtype, 4) }}
+{{ scores.inputs(variant) }}
+{% if variant.packed %}
+{{ input("tiles", "i32", 1) }}
+{% endif %}
+{{ output("out", dtype, 4) }}
+{{ output("lse", "f32", 1) }}
+{{ params("blocks: u32, first_row: u32, rows: u32, q_b: u32, q_h: u32, q_s: u32, k_b: u32, k_h: u32, k_s: u32, v_b: u32, v_h: u32, v_s: u32, out_b: u32, out_h: u32, out_s: u32, lse_b: u32, lse_h: u32, " ~ scores.fields(variant)) }}
+{{ scores.functions(variant) }}
+{{ scores.logits(variant) }}
+// How far a row's maximum may rise (in powers of two) above the reference of its weights before they are brought down.
+const SLACK = 8.0;
+
+// One array for each of the keys that are unrolled: the compiler then checks an index once, and not once for each key.
+{% for x in range(unroll) %}
+var<workgroup> k_tile{{ x }}: array<vec4<f32>, {{ chunks * q_row }}>;
+var<workgroup> v_tile{{ x }}: array<vec4<f32>, {{ chunks * v_row }}>;
+{% endfor %}
+{% if not subgroups %}
+// What threads tell each other: products of {{ width }} keys with the rows of others, weights, and factors of a row.
+{% for part in range(unroll // width) %}
+{% for i in range(1 if lanes == rows else 0, rows) %}
+var<workgroup> products{{ i }}_{{ part }}: array<{{ kind }}, {{ threads }}>;
+{% endfor %}
+var<workgroup> weights_{{ part }}: array<{{ kind }}, {{ threads }}>;
+{% endfor %}
+var<workgroup> factors: array<f32, {{ threads }}>;
+{% endif %}
+{% if hides %}
+
+// The logit of a key that the band alone, or the mask, or a bias of minus infinity may hide.
+fn shown(logit: f32, seen: vec2<i32>, batch: u32, head: u32, row: u32, key: i32) -> f32 {
+    if (key < seen.x || key >= seen.y) { return HIDDEN; }
+{% if variant.mask %}
+    if (masked_out(batch, head, row, u32(key))) { return HIDDEN; }
+{% endif %}
+{% if variant.bias %}
+    return biased(logit, bias_of(batch, head, row, u32(key)));
+{% else %}
+    return logit;
+{% endif %}
+}
+{% endif %}
+
+{# A tile of K or V is brought in steps, one vector of each thread in each: fetched into registers, then put into workgroup
+   memory, where rows are `row` vectors long: `vectors` of the tensor, and zeros up to a multiple of the lanes. #}
+{% macro declare(name, row) %}
+{% for step in range((keys * row + threads - 1) // threads) %}
+    var {{ name }}_next{{ step }} = vec4<f32>();
+{% endfor %}
+{% endmacro %}
+{# Where a thread's item of a step belongs: its array (`slot`) and its place there (`at`). #}
+{% macro place(step, row) -%}
+{% set each = chunks * row %}
+{% if (step * threads) // each == [((step + 1) * threads - 1) // each, unroll - 1] | min %}
+            let slot = {{ (step * threads) // each }}u;
+            let at = thread + {{ step * threads - (step * threads) // each * each }}u;
+{% else %}
+            let slot = (thread + {{ step * threads }}u) / {{ each }}u;
+            let at = (thread + {{ step * threads }}u) % {{ each }}u;
+{% endif %}
+{% endmacro %}
+{% macro fetch(name, vectors, row, start) %}
+{% for step in range((keys * row + threads - 1) // threads) %}
+        {
+{{ place(step, row) }}
+            let key = {{ start }} + i32(at / {{ row }}u * {{ unroll }}u + slot);
+            let column = at % {{ row }}u;
+            {{ name }}_next{{ step }} = load_{{ name }}({{ name }}_base + u32(min(key, last_key)) * params.{{ name }}_s + {{ "column" if row == vectors else "min(column, %du)" % (vectors - 1) }});
+{% if name == "v" %}
+            // What no row sees may hold NaN, and zero times NaN is NaN.
+            if (key > last_key) { v_next{{ step }} = vec4<f32>(); }
+{% endif %}
+{% if row != vectors %}
+            if (column >= {{ vectors }}u) { {{ name }}_next{{ step }} = vec4<f32>(); }
+{% endif %}
+        }
+{% endfor %}
+{% endmacro %}
+{% macro put(name, row) %}
+{% set each = chunks * row %}
+{% for step in range((keys * row + threads - 1) // threads) %}
+{% set low = (step * threads) // each %}
+{% set high = [((step + 1) * threads - 1) // each, unroll - 1] | min %}
+        {
+{{ place(step, row) }}
+{% for x in range(low, high + 1) %}
+{% if low < high %}
+            if (slot == {{ x }}u) { {{ name }}_tile{{ x }}[at] = {{ name }}_next{{ step }}; }
+{% elif (step + 1) * threads > keys * row %}
+            if (at < {{ each }}u) { {{ name }}_tile{{ x }}[at] = {{ name }}_next{{ step }}; }
+{% else %}
+            {{ name }}_tile{{ x }}[at] = {{ name }}_next{{ step }};
+{% endif %}
+{% endfor %}
+        }
+{% endfor %}
+{% endmacro %}
+{# product{i}_{x}: what this lane's elements add to q·k of the row in registers i, with key x of the chunk. #}
+{% macro multiply(x) %}
+{% for n in range(q_each) %}
+                let k{{ n }} = k_tile{{ x }}[k_at + {{ n * lanes }}u];
+{% endfor %}
+{% for n in range(q_each) %}
+{% for i in range(rows) %}
+{% if n == 0 %}
+                product{{ i }}_{{ x }} = q{{ i }}_0.x * k0.x;
+{% endif %}
+{% endfor %}
+{% for element in "xyzw" if n > 0 or element != "x" %}
+{% for i in range(rows) %}
+                product{{ i }}_{{ x }} = fma(q{{ i }}_{{ n }}.{{ element }}, k{{ n }}.{{ element }}, product{{ i }}_{{ x }});
+{% endfor %}
+{% endfor %}
+{% endfor %}
+{% endmacro %}
+
+@compute @workgroup_size({{ threads }})
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
+        @builtin(local_invocation_index) thread: u32) {
+    // All heads of the last block of rows first: under a causal mask it has most to do.
+    let index = group.x + group.y * groups.x;
+    let pairs = params.batch * params.heads;
+    if (index >= pairs * params.blocks) { return; }
+    let block = params.blocks - 1u - index / pairs;
+    let batch = index % pairs / params.heads;
+    let head = index % params.heads;
+    let key_head = head / params.group;
+{% if variant.packed %}
+    let state = load_tiles(8u * block + 5u);
+    if (state == 2) { return; }
+    let bad = state == 3;
+    let first_token = load_tiles(8u * block);
+    let queries = load_tiles(8u * block + 1u);
+    let first_key_token = u32(load_tiles(8u * block + 2u));
+    let keys = load_tiles(8u * block + 3u);
+    let first_query = load_tiles(8u * block + 4u) * {{ threads // lanes * rows }};
+{% else %}
+    let keys_found = keys_of(batch);
+    let bad = keys_found < 0;
+    let keys = max(keys_found, 0);
+    let first_token = 0;
+    let queries = i32(params.q_length);
+    let first_key_token = 0u;
+    let first_query = i32(params.first_row) + i32(block) * {{ threads // lanes * rows }};
+{% endif %}
+
+    // Keys [first, past) are seen by some row of this workgroup, those in [whole_first, whole_past) by all.
+    let offset = keys - queries;
+    let of_top = visible_keys(first_query + offset, keys);
+    let of_bottom = visible_keys(min(first_query + {{ threads // lanes * rows }}, queries) - 1 + offset, keys);
+    let first = of_top.x;
+    let past = of_bottom.y;
+    let last_key = max(past, 1) - 1;
+    let whole_first = of_bottom.x;
+    let whole_past = of_top.y;
+
+    // The row that this lane sums for: its own of the team.
+    let lane = thread % {{ lanes }}u;
+    let own = lane % {{ rows }}u;
+    let team_query = first_query + i32(thread / {{ lanes }}u * {{ rows }}u);
+    let query = team_query + i32(own);
+    // Rows that this call has memory for: a tensor that is larger than a binding is worked on in pieces.
+    let row = u32(first_token + query) - params.first_row;
+    let inside = query < queries && row < params.rows;
+    let seen = select(vec2<i32>(0), visible_keys(query + offset, keys), inside);
+
+    let q_base = batch * params.q_b + head * params.q_h;
+    let k_base = batch * params.k_b + key_head * params.k_h + first_key_token * params.k_s;
+    let v_base = batch * params.v_b + key_head * params.v_h + first_key_token * params.v_s;
+{% for i in range(rows) %}
+    let row{{ i }} = u32(first_token + team_query + i32(own ^ {{ i }}u)) - params.first_row;
+    let inside{{ i }} = team_query + i32(own ^ {{ i }}u) < queries && row{{ i }} < params.rows;
+    let q_at{{ i }} = q_base + select(0u, row{{ i }}, inside{{ i }}) * params.q_s;
+{% for n in range(q_each) %}
+{% if (n + 1) * lanes > q_vectors %}
+    let q{{ i }}_{{ n }} = select(vec4<f32>(), load_q(q_at{{ i }} + min(lane + {{ n * lanes }}u, {{ q_vectors - 1 }}u)), lane + {{ n * lanes }}u < {{ q_vectors }}u);
+{% else %}
+    let q{{ i }}_{{ n }} = load_q(q_at{{ i }} + lane + {{ n * lanes }}u);
+{% endif %}
+{% endfor %}
+{% for n in range(v_each) %}
+    var out{{ i }}_{{ n }} = vec4<f32>();
+{% endfor %}
+{% endfor %}
+    // Of this lane's own row: weights are powers of two, 2^(logit · log2(e) - reference).
+    var reference = HIDDEN;
+    var total = 0.0;
+
+{{ declare("k", q_row) }}
+{{ declare("v", v_row) }}
+{% if prefetch %}
+{{ fetch("k", q_vectors, q_row, "first") }}
+{{ fetch("v", v_vectors, v_row, "first") }}
+{% endif %}
+    for (var tile_first = first; tile_first < past; tile_first += {{ keys }}) {
+{% if not prefetch %}
+{{ fetch("k", q_vectors, q_row, "tile_first") }}
+{{ fetch("v", v_vectors, v_row, "tile_first") }}
+{% endif %}
+        workgroupBarrier();
+{{ put("k", q_row) }}
+{{ put("v", v_row) }}
+        workgroupBarrier();
+{% if prefetch %}
+{{ fetch("k", q_vectors, q_row, "tile_first + %d" % keys) }}
+{{ fetch("v", v_vectors, v_row, "tile_first + %d" % keys) }}
+{% endif %}
+{% if not hides %}
+        let whole = tile_first >= whole_first && tile_first + {{ keys }} <= whole_past;
+{% endif %}
+        for (var chunk = 0u; chunk < {{ chunks }}u; chunk++) {
+            let chunk_first = tile_first + i32(chunk * {{ unroll }}u);
+{% if subgroups %}
+            if ({{ "" if hides else "!whole && " }}subgroupAll(chunk_first >= seen.y || chunk_first + {{ unroll }} <= seen.x)) { continue; }
+{% else %}
+            if (chunk_first >= past) { break; }
+{% endif %}
+            let k_at = chunk * {{ q_row }}u + lane;
+            let v_at = chunk * {{ v_row }}u + lane;
+
+            // Products of q and k: each lane's share, then summed over the team.
+{% for x in range(unroll) %}
+{% for i in range(rows) %}
+            var product{{ i }}_{{ x }}: f32;
+{% endfor %}
+            {
+{{ multiply(x) }}
+{% if subgroups %}
+{% for step in steps if step < rows %}
+{% for i in range(0, rows, 2 * step) %}
+                product{{ i }}_{{ x }} += subgroupShuffleXor(product{{ i + step }}_{{ x }}, {{ step }}u);
+{% endfor %}
+{% endfor %}
+{% for step in steps if rows <= step < lanes %}
+                product0_{{ x }} += subgroupShuffleXor(product0_{{ x }}, {{ step }}u);
+{% endfor %}
+{% endif %}
+            }
+{% endfor %}
+{% if not subgroups %}
+{% for part in range(unroll // width) %}
+{% for i in range(1 if lanes == rows else 0, rows) %}
+            products{{ i }}_{{ part }}[thread] = {{ kind }}({% for x in range(width) %}{{ ", " if x else "" }}product{{ i }}_{{ part * width + x }}{% endfor %});
+{% endfor %}
+{% endfor %}
+            workgroupBarrier();
+{% for part in range(unroll // width) %}
+            {
+                var sum = {{ kind }}({% for x in range(width) %}{{ ", " if x else "" }}product0_{{ part * width + x }}{% endfor %});
+{% for other in range(1, lanes) %}
+                sum += products{{ other % rows }}_{{ part }}[thread ^ {{ other }}u];
+{% endfor %}
+{% for x in range(width) %}
+                product0_{{ part * width + x }} = sum{{ "[%d]" % x if width > 1 else "" }};
+{% endfor %}
+            }
+{% endfor %}
+{% endif %}
+
+            // Logits of this lane's own row.
+{% for x in range(unroll) %}
+            var logit{{ x }} = logit_of(product0_{{ x }});
+{% if hides %}
+            logit{{ x }} = shown(logit{{ x }}, seen, batch, head, row, chunk_first + {{ x }});
+{% endif %}
+{% endfor %}
+{% if not hides %}
+            if (!whole) {
+{% for x in range(unroll) %}
+                logit{{ x }} = select(HIDDEN, logit{{ x }}, chunk_first + {{ x }} >= seen.x && chunk_first + {{ x }} < seen.y);
+{% endfor %}
+            }
+{% endif %}
+
+            // The reference follows the highest logit, but seldom: weights may be as large as 2^SLACK.
+            var highest = logit0;
+{% for x in range(1, unroll) %}
+            highest = max(highest, logit{{ x }});
+{% endfor %}
+            highest *= LOG2E;
+{% if subgroups %}
+            if (subgroupAny(highest > reference + SLACK)) {
+                let higher = max(highest, reference);
+                let shrink = exp2(reference - higher);
+                reference = higher;
+                total *= shrink;
+{% for i in range(rows) %}
+                let shrink{{ i }} = {{ "subgroupShuffleXor(shrink, %du)" % i if i else "shrink" }};
+{% for n in range(v_each) %}
+                out{{ i }}_{{ n }} *= shrink{{ i }};
+{% endfor %}
+{% endfor %}
+            }
+{% else %}
+            var shrink = 1.0;
+            if (highest > reference + SLACK) {
+                shrink = exp2(reference - highest);
+                reference = highest;
+                total *= shrink;
+            }
+{% endif %}
+{% for x in range(unroll) %}
+            {{ "var" if hides else "let" }} weight{{ x }} = exp2(fma(logit{{ x }}, LOG2E, -reference));
+{% endfor %}
+            total += {% for x in range(unroll) %}{{ " + " if x else "" }}weight{{ x }}{% endfor %};
+{% if hides %}
+            // A key that is hidden from a row has weight -1 on its way to the others: they tell it from a small one.
+{% for x in range(unroll) %}
+            if (logit{{ x }} == HIDDEN) { weight{{ x }} = -1.0; }
+{% endfor %}
+{% endif %}
+{% if not subgroups %}
+            factors[thread] = shrink;
+{% for part in range(unroll // width) %}
+            weights_{{ part }}[thread] = {{ kind }}({% for x in range(width) %}{{ ", " if x else "" }}weight{{ part * width + x }}{% endfor %});
+{% endfor %}
+            workgroupBarrier();
+{% for i in range(rows) %}
+            {
+                let shrink{{ i }} = {{ "factors[thread ^ %du]" % i if i else "shrink" }};
+                if (shrink{{ i }} != 1.0) {
+{% for n in range(v_each) %}
+                    out{{ i }}_{{ n }} *= shrink{{ i }};
+{% endfor %}
+                }
+            }
+{% if i %}
+{% for part in range(unroll // width) %}
+            let weights{{ i }}_{{ part }} = weights_{{ part }}[thread ^ {{ i }}u];
+{% endfor %}
+{% endif %}
+{% endfor %}
+{% endif %}
+
+            // Weights times v, each lane its own elements of all rows of the team.
+{% for x in range(unroll) %}
+            {
+{% for n in range(v_each) %}
+                {{ "var" if hides else "let" }} v{{ n }} = v_tile{{ x }}[v_at + {{ n * lanes }}u];
+{% endfor %}
+{% for i in range(rows) %}
+{% if i == 0 %}
+                {{ "var" if hides else "let" }} w0 = weight{{ x }};
+{% elif subgroups %}
+                {{ "var" if hides else "let" }} w{{ i }} = subgroupShuffleXor(weight{{ x }}, {{ i }}u);
+{% else %}
+                {{ "var" if hides else "let" }} w{{ i }} = weights{{ i }}_{{ x // width }}{{ "[%d]" % (x % width) if width > 1 else "" }};
+{% endif %}
+{% endfor %}
+{% if hides %}
+                // A key that is hidden from every row may hold NaN.
+                if ({% for i in range(rows) %}{{ " && " if i else "" }}w{{ i }} < 0.0{% endfor %}) {
+{% for n in range(v_each) %}
+                    v{{ n }} = vec4<f32>();
+{% endfor %}
+                }
+{% for i in range(rows) %}
+                if (w{{ i }} < 0.0) { w{{ i }} = 0.0; }
+{% endfor %}
+{% endif %}
+{% for i in range(rows) %}
+{% for n in range(v_each) %}
+                out{{ i }}_{{ n }} = fma(vec4<f32>(w{{ i }}), v{{ n }}, out{{ i }}_{{ n }});
+{% endfor %}
+{% endfor %}
+            }
+{% endfor %}
+        }
+    }
+
+    let empty = total == 0.0;
+    var factor = 1.0;
+{% if variant.sink %}
+    if (!empty) {
+        let at_sink = sink_of(head) * LOG2E;
+        let higher = max(reference, at_sink);
+        factor = exp2(reference - higher);
+        total = total * factor + exp2(at_sink - higher);
+        reference = higher;
+    }
+{% endif %}
+    var row_lse = fma(reference, LN2, log(total));
+    if (empty) { row_lse = negative_infinity(); }
+    factor = select(factor / total, 0.0, empty);
+{% if variant.lengths or variant.packed %}
+    if (bad) { row_lse = not_a_number(); }
+{% endif %}
+    if (lane < {{ rows }}u && inside) {
+        store_lse(batch * params.lse_b + head * params.lse_h + row, row_lse);
+    }
+{% if not subgroups %}
+    workgroupBarrier();
+    factors[thread] = factor;
+    workgroupBarrier();
+{% endif %}
+    let out_base = batch * params.out_b + head * params.out_h;
+{% for i in range(rows) %}
+    {
+        let factor{{ i }} = {{ "factor" if i == 0 else ("subgroupShuffleXor(factor, %du)" if subgroups else "factors[thread ^ %du]") % i }};
+        if (inside{{ i }}) {
+{% for n in range(v_each) %}
+            {{ "if (lane + %du < %du) " % (n * lanes, v_vectors) if (n + 1) * lanes > v_vectors else "" }}{
+                var result = select(out{{ i }}_{{ n }} * factor{{ i }}, vec4<f32>(), factor{{ i }} == 0.0);
+{% if variant.lengths or variant.packed %}
+                if (bad) { result = vec4<f32>(not_a_number()); }
+{% endif %}
+                store_out(out_base + row{{ i }} * params.out_s + lane + {{ n * lanes }}u, result);
+            }
+{% endfor %}
+        }
+    }
+{% endfor %}
+}

@@ -1,0 +1,122 @@
+// One pass of a stable radix sort of ids, each with its place: Satish, Harris and Garland, "Designing efficient sorting
+// algorithms for manycore GPUs", 2009. Three steps sort by one digit, the lowest digit first:
+//
+//   count    how often each digit occurs in each tile:     counts (digits, tiles)
+//   scan     how many keys come before them, in place:     counts (digits, tiles)
+//   scatter  keys and places (count) go where they belong: sorted_keys, sorted_places (count)
+//
+// The first pass makes the keys of the ids: an id that gets no gradient (outside the table, or the padding) is `classes`,
+// beyond all others. A tile is {{ threads }} threads with a run of {{ run }} neighbouring keys each, and so the order of equal keys stays.
+//
+// variables: step, ids ("" or their dtype: the first pass), bits (of a digit), threads, run
+{% set digits = 2 ** bits %}
+{% if step != "scan" %}
+{% if ids %}
+{{ input("ids", ids, 1) }}
+{% else %}
+{{ input("keys", "u32", 1) }}
+{% endif %}
+{% endif %}
+{% if step == "scatter" %}
+{% if not ids %}
+{{ input("places", "u32", 1) }}
+{% endif %}
+{{ input("counts", "u32", 1) }}
+{{ output("sorted_keys", "u32", 1) }}
+{{ output("sorted_places", "u32", 1) }}
+{% else %}
+{{ output("counts", "u32", 1) }}
+{% endif %}
+{{ params("count: u32, tiles: u32, shift: u32, classes: u32, padding: i32") }}
+
+{% if step != "scan" %}
+fn key_of(i: u32) -> u32 {
+{% if ids %}
+    let id = load_ids(i);
+    return select(params.classes, u32(id), id >= 0 && u32(id) < params.classes && id != params.padding);
+{% else %}
+    return load_keys(i);
+{% endif %}
+}
+fn digit_of(key: u32) -> u32 { return (key >> params.shift) & {{ digits - 1 }}u; }
+{% endif %}
+
+{% if step == "count" %}
+var<workgroup> occurrences: array<atomic<u32>, {{ digits }}>;
+
+@compute @workgroup_size({{ threads }})
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
+        @builtin(local_invocation_index) thread: u32) {
+    let tile = group.x + group.y * groups.x;
+    if (tile >= params.tiles) { return; }
+    if (thread < {{ digits }}u) { atomicStore(&occurrences[thread], 0u); }
+    workgroupBarrier();
+    for (var i = thread; i < {{ threads * run }}u; i += {{ threads }}u) {
+        let at = tile * {{ threads * run }}u + i;
+        if (at < params.count) { atomicAdd(&occurrences[digit_of(key_of(at))], 1u); }
+    }
+    workgroupBarrier();
+    if (thread < {{ digits }}u) { store_counts(thread * params.tiles + tile, atomicLoad(&occurrences[thread])); }
+}
+{% elif step == "scan" %}
+var<workgroup> totals: array<u32, {{ threads }}>;
+
+// One workgroup; each thread adds up a stretch of its own.
+@compute @workgroup_size({{ threads }})
+fn main(@builtin(local_invocation_index) thread: u32) {
+    let entries = {{ digits }}u * params.tiles;
+    let each = (entries + {{ threads - 1 }}u) / {{ threads }}u;
+    let first = min(thread * each, entries);
+    let end = min(first + each, entries);
+    var total = 0u;
+    for (var i = first; i < end; i++) { total += load_counts(i); }
+    totals[thread] = total;
+    workgroupBarrier();
+    for (var reach = 1u; reach < {{ threads }}u; reach *= 2u) {
+        var sum = totals[thread];
+        if (thread >= reach) { sum += totals[thread - reach]; }
+        workgroupBarrier();
+        totals[thread] = sum;
+        workgroupBarrier();
+    }
+    var before = totals[thread] - total;
+    for (var i = first; i < end; i++) {
+        let here = load_counts(i);
+        store_counts(i, before);
+        before += here;
+    }
+}
+{% else %}
+// Where the next key of a digit and a thread goes. A digit has one more than it needs: threads that look at all threads of
+// a digit meet every bank of the memory.
+var<workgroup> next: array<u32, {{ digits * (threads + 1) }}>;
+
+@compute @workgroup_size({{ threads }})
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
+        @builtin(local_invocation_index) thread: u32) {
+    let tile = group.x + group.y * groups.x;
+    if (tile >= params.tiles) { return; }
+    for (var digit = 0u; digit < {{ digits }}u; digit++) { next[digit * {{ threads + 1 }}u + thread] = 0u; }
+    let first = (tile * {{ threads }}u + thread) * {{ run }}u;
+    let end = min(first + {{ run }}u, params.count);
+    for (var i = first; i < end; i++) { next[digit_of(key_of(i)) * {{ threads + 1 }}u + thread] += 1u; }
+    workgroupBarrier();
+    if (thread < {{ digits }}u) {
+        var before = load_counts(thread * params.tiles + tile);
+        for (var i = 0u; i < {{ threads }}u; i++) {
+            let here = next[thread * {{ threads + 1 }}u + i];
+            next[thread * {{ threads + 1 }}u + i] = before;
+            before += here;
+        }
+    }
+    workgroupBarrier();
+    for (var i = first; i < end; i++) {
+        let key = key_of(i);
+        let slot = digit_of(key) * {{ threads + 1 }}u + thread;
+        let to = next[slot];
+        next[slot] = to + 1u;
+        store_sorted_keys(to, key);
+        store_sorted_places(to, {{ "i" if ids else "load_places(i)" }});
+    }
+}
+{% endif %}

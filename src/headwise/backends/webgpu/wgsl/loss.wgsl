@@ -1,0 +1,52 @@
+// The loss of a batch from the losses of its rows, or the gradient of each row from that of the loss: one number either way.
+//
+//   targets  (N,)   rows whose target is `ignored` (64 bits, in two words) do not count in a mean
+//   x        (N,)   losses of the rows; or (1,), the gradient of the loss
+//   y        (1,)   sum of x, or x itself; divided by the number of rows that count, where `mean`
+//
+// One workgroup, in a fixed order: threads take every 256th row, and their sums meet in a tree.
+//
+// variables: targets, a dtype; mean; gradient
+{{ input("targets", "u64" if targets == "i64" else "i32", 1) }}
+{{ input("x", "f32", 1) }}
+{{ output("y", "f32", 1) }}
+{{ params("rows: u32, ignored_low: u32, ignored_high: u32") }}
+
+var<workgroup> sums: array<f32, 256>;
+var<workgroup> counts: array<u32, 256>;
+
+fn is_ignored(row: u32) -> bool {
+{% if targets == "i64" %}
+    return all(load_targets(row) == vec2<u32>(params.ignored_low, params.ignored_high));
+{% else %}
+    let target_bits = bitcast<u32>(load_targets(row));
+    return target_bits == params.ignored_low && (0u - (target_bits >> 31u)) == params.ignored_high;
+{% endif %}
+}
+
+@compute @workgroup_size(256)
+fn main(@builtin(local_invocation_index) thread: u32) {
+    var sum = 0.0;
+    var count = 0u;
+    for (var row = thread; row < params.rows; row += 256u) {
+{% if not gradient %}
+        sum += load_x(row);
+{% endif %}
+{% if mean %}
+        count += select(1u, 0u, is_ignored(row));
+{% endif %}
+    }
+    sums[thread] = sum;
+    counts[thread] = count;
+    workgroupBarrier();
+    for (var half = 128u; half > 0u; half /= 2u) {
+        if (thread < half) {
+            sums[thread] += sums[thread + half];
+            counts[thread] += counts[thread + half];
+        }
+        workgroupBarrier();
+    }
+    if (thread == 0u) {
+        store_y(0u, {{ "load_x(0u)" if gradient else "sums[0]" }}{{ " / f32(max(counts[0], 1u))" if mean }});
+    }
+}

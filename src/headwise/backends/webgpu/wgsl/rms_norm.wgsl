@@ -1,0 +1,76 @@
+// RMS normalisation: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+//
+//   x (rows, width), weight (width)
+//   rstd  (rows)          1 / sqrt(mean x² + eps)
+//   y     (rows, width)   x · rstd · (weight + offset)
+//
+// A row is read into registers whole, or walked: forwards for its mean, the last part kept, then backwards. How rows lie on
+// threads: rows.wgsl.
+//
+// variables: weight ("" or its dtype), normalises (else only rstd is written), and those of rows.wgsl
+{% import "rows.wgsl" as rows with context %}
+{% import "rms_norm_gain.wgsl" as gain with context %}
+{{ rows.read("x") }}
+{{ gain.read() }}
+{{ output("rstd", "f32", 1) }}
+{% if normalises %}
+{{ rows.write("y") }}
+{% endif %}
+{{ params(rows.fields("x") ~ ", eps: f32, offset: f32") }}
+{{ rows.places() }}
+{{ gain.functions() }}
+{{ rows.reader("x") }}
+{% if normalises %}
+{{ rows.writer("y") }}
+{% endif %}
+{{ rows.sums() }}
+
+{% macro load(chunk) %}
+{% for k in range(held) %}
+    let x{{ k }} = raw_x(row, {{ chunk }} + {{ k }}u, lane);
+{% endfor %}
+{% endmacro %}
+
+{% macro fold(chunk) %}
+{% for k in range(held) %}
+    let v{{ k }} = select(vec4<f32>(0.0), values_of(x{{ k }}), inside(row, {{ chunk }} + {{ k }}u, lane));
+    squares += sum_of(v{{ k }} * v{{ k }});
+{% endfor %}
+{% endmacro %}
+
+{% macro finish(chunk) %}
+    if (there) {
+{% for k in range(held) %}
+        write_y(row, {{ chunk }} + {{ k }}u, lane, values_of(x{{ k }}) * r * gain_of(row, {{ chunk }} + {{ k }}u, lane));
+{% endfor %}
+    }
+{% endmacro %}
+
+{{ rows.entry() }}
+{{ rows.row_of_thread() }}
+    var squares = 0.0;
+{% if walks %}
+    for (var block = 0u; block + 1u < params.blocks; block++) {
+        let chunk = block * {{ held }}u;
+{{ load("chunk") }}
+{{ fold("chunk") }}
+    }
+    let last = (params.blocks - 1u) * {{ held }}u;
+{% else %}
+    let last = 0u;
+{% endif %}
+{{ load("last") }}
+{{ fold("last") }}
+    let r = inverseSqrt(row_sum(squares, thread) / f32(params.width) + params.eps);
+    if (there && lane == 0u) { store_rstd(row, r); }
+{% if normalises %}
+{{ finish("last") }}
+{% if walks %}
+    for (var block = params.blocks - 1u; block > 0u; block--) {
+        let chunk = (block - 1u) * {{ held }}u;
+{{ load("chunk") }}
+{{ finish("chunk") }}
+    }
+{% endif %}
+{% endif %}
+}

@@ -1,0 +1,38 @@
+// Sums over the rows of a matrix, in a fixed order.
+//
+//   parts  (shares, vectors · 4)
+//   sums   (slices, vectors · 4), the sums of `each` rows
+//
+// grid: (blocks of {{ across }} vectors of columns, slices). Of a workgroup's threads, {{ 256 // across }} share a vector: they
+// take the rows of the slice in turns, and their sums are added in order.
+//
+// variables: dtype (of sums), across
+{% set down = 256 // across %}
+{{ input("parts", "f32", 4) }}
+{{ output("sums", dtype, 4) }}
+{{ params("shares: u32, vectors: u32, each: u32") }}
+
+var<workgroup> of_threads: array<vec4<f32>, 256>;
+
+@compute @workgroup_size(256)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+    let vector = group.x * {{ across }}u + thread % {{ across }}u;
+    let column = min(vector, params.vectors - 1u);
+    var sum = vec4<f32>(0.0);
+    let end = min((group.y + 1u) * params.each, params.shares);
+    var row = group.y * params.each + thread / {{ across }}u;
+    for (; row + {{ 3 * down }}u < end; row += {{ 4 * down }}u) {
+        let a = load_parts(row * params.vectors + column);
+        let b = load_parts((row + {{ down }}u) * params.vectors + column);
+        let c = load_parts((row + {{ 2 * down }}u) * params.vectors + column);
+        let d = load_parts((row + {{ 3 * down }}u) * params.vectors + column);
+        sum += (a + b) + (c + d);
+    }
+    for (; row < end; row += {{ down }}u) { sum += load_parts(row * params.vectors + column); }
+    of_threads[thread] = sum;
+    workgroupBarrier();
+    if (thread < {{ across }}u && vector < params.vectors) {
+        for (var i = 1u; i < {{ down }}u; i++) { sum += of_threads[thread + i * {{ across }}u]; }
+        store_sums(group.y * params.vectors + vector, sum);
+    }
+}

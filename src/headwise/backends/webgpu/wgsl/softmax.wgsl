@@ -1,0 +1,91 @@
+// Softmax over rows, and its backward.
+//
+//   forward    x (rows, width)            y  = exp(x - max) / sum exp(x - max)      a row of -inf gives zeros
+//   backward   p, g (rows, width)         dx = p · (g - sum p · g)
+//
+// A row is read into registers whole, or walked: forwards for its statistics, the last part kept, then backwards to use
+// them, so that the second reading meets the cache. How rows lie on threads: rows.wgsl.
+//
+// variables: backward, and those of rows.wgsl
+{% import "rows.wgsl" as rows with context %}
+{% set inputs = ["p", "g"] if backward else ["x"] %}
+{% for name in inputs %}
+{{ rows.read(name) }}
+{% endfor %}
+{{ rows.write("y") }}
+{{ params(rows.fields(inputs | join(", "))) }}
+{{ rows.places() }}
+{% for name in inputs %}
+{{ rows.reader(name) }}
+{% endfor %}
+{{ rows.writer("y") }}
+{{ rows.sums() if backward else rows.softmax() }}
+
+{% macro load(chunk) %}
+{% for k in range(held) %}
+{% for name in inputs %}
+    let {{ name }}{{ k }} = raw_{{ name }}(row, {{ chunk }} + {{ k }}u, lane);
+{% endfor %}
+{% endfor %}
+{% endmacro %}
+
+{% macro fold(chunk) %}
+{% if backward %}
+{% for k in range(held) %}
+    state += sum_of(select(vec4<f32>(0.0), values_of(p{{ k }}) * values_of(g{{ k }}), inside(row, {{ chunk }} + {{ k }}u, lane)));
+{% endfor %}
+{% else %}
+{% for k in range(held) %}
+    let z{{ k }} = select(vec4<f32>(nothing), values_of(x{{ k }}), inside(row, {{ chunk }} + {{ k }}u, lane));
+{% endfor %}
+    {{ rows.fold_softmax() }}
+{% endif %}
+{% endmacro %}
+
+{% macro finish(chunk) %}
+    if (there) {
+{% for k in range(held) %}
+{% if backward %}
+        write_y(row, {{ chunk }} + {{ k }}u, lane, values_of(p{{ k }}) * (values_of(g{{ k }}) - result));
+{% else %}
+        write_y(row, {{ chunk }} + {{ k }}u, lane, powers(values_of(x{{ k }}), result.x) * scale);
+{% endif %}
+{% endfor %}
+    }
+{% endmacro %}
+
+{{ rows.entry() }}
+{{ rows.row_of_thread() }}
+{% if backward %}
+    var state = 0.0;
+{% else %}
+    let nothing = negative_infinity();
+    var state = vec2<f32>(LOWEST, 0.0);
+{% endif %}
+{% if walks %}
+    for (var block = 0u; block + 1u < params.blocks; block++) {
+        let chunk = block * {{ held }}u;
+{{ load("chunk") }}
+{{ fold("chunk") }}
+    }
+    let last = (params.blocks - 1u) * {{ held }}u;
+{% else %}
+    let last = 0u;
+{% endif %}
+{{ load("last") }}
+{{ fold("last") }}
+{% if backward %}
+    let result = row_sum(state, thread);
+{% else %}
+    let result = row_softmax(state, thread);
+    let scale = 1.0 / select(result.y, 1.0, result.y == 0.0);
+{% endif %}
+{{ finish("last") }}
+{% if walks %}
+    for (var block = params.blocks - 1u; block > 0u; block--) {
+        let chunk = (block - 1u) * {{ held }}u;
+{{ load("chunk") }}
+{{ finish("chunk") }}
+    }
+{% endif %}
+}

@@ -1,0 +1,153 @@
+"""Every kernel variant that the case tables use compiles under both compilers of WGSL: naga (wgpu) and Tint (browsers).
+
+The launchers are run on every case without running a kernel: what they would have compiled is recorded, for the adapter
+of this machine and for others whose limits lead to other tiles.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+import wgpu
+from webgpu_tint import TintError, compile_with_tint
+
+from headwise import testing
+from headwise.backends.registry import Unsupported
+from headwise.backends.webgpu import runtime, shaders
+from headwise.cases import SUITES
+from headwise.config import settings
+
+# What decides the tiles: the floor of WebGPU, a discrete GPU, a phone.
+ADAPTERS = {
+    "floor": {"tier": "A", "subgroup_size": 0, "workgroup_memory": 16384, "workgroup_threads": 256},
+    "software": {},
+    "discrete": {
+        "name": "NVIDIA H200", "kind": "DiscreteGPU", "vendor": 0x10DE, "tier": "C", "subgroup_size": 32,
+        "workgroup_memory": 49152, "workgroup_threads": 1024,
+    },
+    "phone": {
+        "name": "a phone", "kind": "IntegratedGPU", "vendor": 0x5143, "tier": "C", "subgroup_size": 16,
+        "workgroup_memory": 16384, "workgroup_threads": 256,
+    },
+}  # fmt: skip
+
+
+@contextmanager
+def recording(monkeypatch, **capabilities):
+    """Yields a dict that fills with ``rendered text: (name, variant)`` while launchers run; no kernel does."""
+    monkeypatch.setattr(settings, "webgpu_tier", None)
+    runtime.forget()
+    device = runtime.device()
+    device.capabilities = device.capabilities._replace(**capabilities)
+    recorded: dict[str, tuple[str, dict]] = {}
+    made: dict[tuple, runtime.Kernel] = {}
+
+    def kernel(name, **variant):
+        key = (name, *variant.items())
+        if key not in made:
+            source = shaders.render(name, **variant)
+            recorded.setdefault(source.text, (name, variant))
+            made[key] = runtime.Kernel(None, None, source)
+        return made[key]
+
+    monkeypatch.setattr(device, "kernel", kernel)
+    monkeypatch.setattr(device, "dispatch", lambda *arguments: None)
+    try:
+        yield recorded
+    finally:
+        monkeypatch.undo()
+        runtime.forget()
+
+
+def run_all_cases(op, quick):
+    """Forward and backward of every case; the results are whatever was in memory."""
+    suite = SUITES[op]
+    for case in suite.cases:
+        if quick and "quick" not in case.tags:
+            continue
+        for dtype in suite.dtypes:
+            maker = testing.Maker(dtype, torch.device("cpu"), 0)
+            arguments = suite.make(maker, **case.params)
+            for differentiable in (suite.differentiable, ()):
+                try:
+                    testing._with_gradients(lambda a: suite.run(a, "webgpu"), arguments, differentiable, maker, {})
+                    break
+                except Unsupported:  # no gradients there; then forward
+                    assert differentiable
+
+
+@pytest.mark.parametrize("op", SUITES)
+def test_every_variant_compiles_under_naga_and_tint(op, monkeypatch):
+    found: dict[str, tuple[str, dict]] = {}
+    for_the_floor: set[str] = set()
+    for adapter, changes in ADAPTERS.items():
+        with recording(monkeypatch, **changes) as recorded:
+            run_all_cases(op, quick=adapter not in ("floor", "software"))
+        assert recorded, "nothing was recorded: this test tests nothing"
+        found.update(recorded)
+        if changes.get("workgroup_memory") == 16384:
+            for_the_floor.update(recorded)
+    gpu = runtime.device().gpu
+    failures = []
+    for text, (name, variant) in found.items():
+        try:
+            gpu.create_shader_module(code=text)
+            compile_with_tint(shaders.render(name, dialect=shaders.TINT, **variant).text, floor=text in for_the_floor)
+        except (TintError, wgpu.GPUError) as error:
+            failures.append(f"{name} {variant}: {error}")
+    assert not failures, f"{len(failures)} of {len(found)} variants: " + "\n".join(failures[:3])
+
+
+def test_both_dialects_are_rendered():
+    """Tint wants to be told of subgroups, and naga does not know the words."""
+    naga, tint = (shaders.render("subgroup_probe", dialect=dialect).text for dialect in (shaders.NAGA, shaders.TINT))
+    assert "enable subgroups;" in tint
+    assert "enable" not in naga
+    with pytest.raises(TintError, match="subgroups"):
+        compile_with_tint(naga)
+
+
+# ----------------------------------------------------------------------------------- what Tint refuses and naga lets pass
+
+HEAD = "@group(0) @binding(0) var<storage, read_write> y: array<f32>;\nvar<workgroup> shared_sum: array<f32, {size}>;\n"
+MAIN = "@compute @workgroup_size({threads}) fn main(@builtin(local_invocation_index) thread: u32) {{ {body} }}\n"
+GOOD = "shared_sum[thread] = y[thread]; workgroupBarrier(); y[thread] = shared_sum[thread ^ 1u];"
+
+
+def shader(body=GOOD, size=64, threads=64):
+    return HEAD.format(size=size) + MAIN.format(threads=threads, body=body)
+
+
+def test_tint_takes_a_good_shader():
+    compile_with_tint(shader())
+    compile_with_tint("// Comments need not be ASCII: ≤ · –\n" + shader())
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ("if (thread < 3u) { workgroupBarrier(); } y[thread] = 1.0;", "must only be called from uniform control flow"),
+        ("if (y[0] > 3.0) { return; } workgroupBarrier(); y[thread] = 1.0;", "uniform control flow"),
+        ("y[thread] = 1.0 / 0.0;", "infinity|division by zero|cannot be represented"),
+        ("y[thread] = undeclared;", "unresolved"),
+    ],
+)
+def test_tint_refuses(bad, why):
+    with pytest.raises(TintError, match=why):
+        compile_with_tint(shader(bad))
+
+
+@pytest.mark.parametrize(("size", "threads"), [(5000, 64), (64, 512)])
+def test_tint_refuses_more_than_every_device_has(size, threads):
+    with pytest.raises(TintError, match=r"larger than the maximum allowed|exceeds the maximum allowed"):
+        compile_with_tint(shader(size=size, threads=threads))
+
+
+def test_naga_lets_a_barrier_pass_that_tint_refuses():
+    """Which is why both are asked."""
+    with suppress(TintError):
+        compile_with_tint(bad := shader("if (thread < 3u) { workgroupBarrier(); } y[thread] = 1.0;"))
+        pytest.fail("Tint took it")
+    runtime.device().gpu.create_shader_module(code=bad)
