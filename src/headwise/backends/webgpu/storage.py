@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ class Storage:
 class Pool:
     """Buffers by size class. A buffer keeps its place in line: what reuses it runs after what used it before."""
 
-    def __init__(self, device: Any, most_bytes: int, what_most: str) -> None:
-        self._device = device
+    def __init__(self, device: Any, most_bytes: int, what_most: str, submit: Callable[[], None]) -> None:
+        self._device, self._submit = device, submit
         self._most, self._what_most = most_bytes, what_most
         self._free: dict[int, list[tuple[Any, int]]] = defaultdict(list)
         self.returned: deque[tuple[int, Any, int]] = deque()
@@ -77,6 +77,7 @@ class Pool:
 
     def trim(self) -> None:
         """Give the memory of free buffers back to the driver."""
+        self._submit()  # what is recorded may still read them
         self._collect()
         for size, buffers in self._free.items():
             for buffer, _ in buffers:

@@ -121,7 +121,7 @@ def _prepare(outs: Any, lses: Any, *, packed: bool | None, op: str = "merge_atte
     call = registry.Call(
         op,
         ("merge_attention", "merge_attention_backward") if gradient else ("merge_attention",),
-        first.device.type,
+        _checks.device_type(first),
         first.dtype,
         {"Dv": first.shape[-1], "parts": len(outs)},
     )

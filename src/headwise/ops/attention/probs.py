@@ -130,7 +130,7 @@ def _prepare(
     call = registry.Call(
         op,
         ("attention_probs", "attention_probs_backward") if gradient else ("attention_probs",),
-        q.device.type,
+        _checks.device_type(q),
         q.dtype,
         {"B": batch, "Hq": q_heads, "Hk": k_heads, "Sq": q_length, "Sk": k_length, "D": head_dim},
         _arguments.features(
@@ -172,7 +172,8 @@ def _rows(op: str, rows: Any, q: Tensor) -> Tensor | None:
             raise TypeError(f"{op}: rows[{i}] is {row!r}; it needs to be a whole number")
         if not -length <= row < length:
             raise ValueError(f"{op}: rows[{i}] is {row}; it needs to be from {-length} to {length - 1}")
-    return torch.tensor(list(rows), dtype=torch.int64, device=q.device)
+    # A GPU that PyTorch does not know takes its tensors from the CPU.
+    return torch.tensor(list(rows), dtype=torch.int64, device="cpu" if hasattr(q, "headwise_device") else q.device)
 
 
 def _run_forward(
