@@ -129,6 +129,20 @@ class Bandwidth:
 
 
 @dataclass(frozen=True)
+class FlopRate:
+    """Ours must do its counted operations at ``teraflops`` per second or faster."""
+
+    teraflops: float
+
+    def __str__(self) -> str:
+        return f"≥ {self.teraflops:.3g} TFLOP/s"
+
+    @property
+    def brief(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True)
 class TimeLimit:
     """A call of ours may take at most ``microseconds``."""
 
@@ -142,7 +156,7 @@ class TimeLimit:
         return str(self)
 
 
-Requirement = AtLeast | Within | SameRate | PeakMemory | Bandwidth | TimeLimit
+Requirement = AtLeast | Within | SameRate | PeakMemory | Bandwidth | FlopRate | TimeLimit
 
 
 def concerned(requirement: Requirement) -> str:

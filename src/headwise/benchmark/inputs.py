@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from headwise.testing import Arguments, Maker
 # Together, the sets of inputs that take turns are this many times as large as the cache.
 _CACHES = 3
 _MOST_SETS = 16
+_WEBGPU_CACHE = 64 << 20
 
 
 @dataclass
@@ -34,12 +36,41 @@ class DeviceMaker(Maker):
 
 
 def maker(dtype: torch.dtype, device: str, seed: int) -> Maker:
-    made = Maker if device == "cpu" else DeviceMaker
-    return made(dtype, torch.device(device), seed=seed)
+    if device in ("cpu", "webgpu"):  # WebGPU is given what the CPU drew
+        return Maker(dtype, torch.device("cpu"), seed=seed)
+    return DeviceMaker(dtype, torch.device(device), seed=seed)
+
+
+def placed(arguments: Arguments, device: str) -> Arguments:
+    """The arguments where the contenders want them."""
+    if device != "webgpu":
+        return arguments
+    from headwise.webgpu import array
+
+    return {name: array(x) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+
+
+def like(x: Tensor, out: Any) -> Tensor:
+    """x where ``out`` lies."""
+    if not hasattr(out, "headwise_device"):
+        return x
+    from headwise.webgpu import array
+
+    return array(x)
+
+
+def fetched(x: Any) -> Any:
+    """A result as a tensor that PyTorch can compute with."""
+    return x.torch() if hasattr(x, "torch") else x
 
 
 def sets_needed(arguments: Arguments, device: str) -> int:
     """How many sets of inputs must take turns so that each is out of the cache when its turn comes again."""
+    if device == "webgpu":
+        from headwise.webgpu import capabilities
+
+        # WebGPU does not say how large a cache is; software has none of its own.
+        return 1 if capabilities().kind == "CPU" else _sets(arguments, _WEBGPU_CACHE)
     if device != "cuda":
         return 1
     return _sets(arguments, torch.cuda.get_device_properties(0).L2_cache_size)

@@ -124,7 +124,7 @@ def rows(result: CaseResult, suite: str, dtype: str, machine: Machine, quick: bo
             m.contender,
             "ours" if m.contender == OURS else "yardstick" if m.yardstick else "peer",
             "ok",
-            "",
+            result.note if m.contender == OURS else "",
             **_numbers(result, m),
         )
         for m in result.measurements

@@ -23,6 +23,7 @@ from headwise.benchmark.case import (
     BenchSuite,
     Contender,
     Direction,
+    FlopRate,
     OwnLeaves,
     PeakMemory,
     Requirement,
@@ -64,6 +65,7 @@ class CaseResult:
     measurements: list[Measurement] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)  # peers this machine lacks, and why
+    note: str = ""  # of our own call, beside its numbers
 
     def measurement(self, contender: str) -> Measurement | None:
         return next((m for m in self.measurements if m.contender == contender), None)
@@ -75,6 +77,7 @@ class CaseResult:
 
 
 Call = Callable[[], tuple[Tensor, ...]]
+NOTHING_CROSSED = "per call: 0 uploads, 0 readbacks"  # how the note of a case on resident arrays begins
 
 
 @dataclass
@@ -89,12 +92,12 @@ class _Runner:
     def once(self) -> Outputs:
         """The results on the first set of inputs."""
         with self.scope():
-            return dict(zip(self.names, self.calls[0](), strict=True))
+            return dict(zip(self.names, map(inputs.fetched, self.calls[0]()), strict=True))
 
     def lap(self) -> timing.Action:
         """The call on every set of inputs in turn."""
         calls = self.calls
-        if len(calls) == 1:
+        if isinstance(calls[0], timing.SelfTimed) or len(calls) == 1:
             return calls[0]
 
         def run() -> None:
@@ -132,9 +135,10 @@ def _run(result: CaseResult, suite: BenchSuite, plan: timing.Plan, judged: bool,
     case = result.case
     maker = inputs.maker(case.dtype or suite.dtype, suite.device, seed=zlib.crc32(case.key.encode()))
     arguments = case.make(maker)
-    sets = [arguments]
+    sets = [inputs.placed(arguments, suite.device)]
     if case.timed != "host":  # Python does not care what is in the GPU's cache
-        sets += [case.make(maker) for _ in range(inputs.sets_needed(arguments, suite.device) - 1)]
+        more = inputs.sets_needed(arguments, suite.device) - 1
+        sets += [inputs.placed(case.make(maker), suite.device) for _ in range(more)]
     runners, grad_out = _bind_all(result, sets, maker)
 
     result.detail = _refusal(result, runners, arguments, grad_out)
@@ -145,6 +149,8 @@ def _run(result: CaseResult, suite: BenchSuite, plan: timing.Plan, judged: bool,
     for name, runner in runners.items():
         with runner.scope():
             peaks[name] = memory.peak_extra(runner.calls[0], suite.device)
+    if suite.device == "webgpu":
+        result.note = _traffic(runners[OURS])
     laps = {name: runner.lap() for name, runner in runners.items()}
     if case.timed == "graph" and suite.device == "cuda":
         laps = _captured(result, runners)
@@ -189,6 +195,18 @@ def _bind_all(result: CaseResult, sets: list[Arguments], maker: Maker) -> tuple[
     return runners, grads[0] if grads else None
 
 
+def _traffic(runner: _Runner) -> str:
+    """What one call of ours moved over the bus, and launched."""
+    from headwise.webgpu import counts
+
+    before = counts()
+    with runner.scope():
+        runner.calls[0]()
+    after = counts()
+    names = ("uploads", "readbacks", "dispatches")
+    return "per call: " + ", ".join(f"{getattr(after, name) - getattr(before, name)} {name}" for name in names)
+
+
 def _scope(contender: Contender, direction: Direction) -> timing.Scope:
     @contextmanager
     def scope() -> Iterator[None]:
@@ -206,6 +224,8 @@ def _bind(
     if case.direction != "forward" and not contender.explicit:
         values, leaves = correctness.with_leaves(arguments, case.differentiable)
     call: Callable[[], Any] = contender.prepare(values)
+    if isinstance(call, timing.SelfTimed):
+        return call
     if case.direction == "forward":
         return lambda: (call(),)
     out: Tensor = call()[0] if contender.explicit else call()
@@ -233,7 +253,7 @@ def _bind(
 
 def _gradient(out: Tensor, maker: Maker) -> Tensor:
     """For this output. A scalar loss gets the 1 that loss.backward() gives it."""
-    return maker.normal(*out.shape, dtype=out.dtype) if out.dim() else torch.ones_like(out.detach())
+    return inputs.like(maker.normal(*out.shape, dtype=out.dtype), out) if out.dim() else torch.ones_like(out.detach())
 
 
 def _captured(result: CaseResult, runners: dict[str, _Runner]) -> dict[str, timing.Action]:
@@ -274,6 +294,7 @@ def _capture(lap: timing.Action, first: Call) -> timing.Action:
 def _refusal(result: CaseResult, runners: dict[str, _Runner], arguments: Arguments, grad_out: Tensor | None) -> str:
     """Why the case may not be reported; empty where all is well."""
     case = result.case
+    grad_out = inputs.fetched(grad_out)
     ours = runners[OURS].once()
     picked = case.check.pick(ours)
     truth = case.check.compute(upcast(arguments, torch.float64), grad_out)
@@ -308,6 +329,8 @@ def _outcome(result: CaseResult, requirement: Requirement) -> Outcome:
             good = ours.peak_extra_bytes <= limit
         case Bandwidth(terabytes):
             good = result.case.bytes / ours.seconds.median >= terabytes * 1e12
+        case FlopRate(teraflops):
+            good = ours.flops / ours.seconds.median >= teraflops * 1e12
         case TimeLimit(microseconds):
             good = ours.seconds.median <= microseconds * 1e-6
     return "not judged" if good is None else "met" if good else "missed"

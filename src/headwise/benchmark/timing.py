@@ -20,6 +20,19 @@ from typing import Any, Literal, Protocol
 import torch
 
 Action = Callable[[], object]
+
+
+class SelfTimed:
+    """A call that knows itself what it takes, where no clock here can see it: another program's queue on the GPU."""
+
+    def __call__(self) -> Any:
+        raise NotImplementedError
+
+    def seconds(self, calls: int) -> float:
+        """Seconds per call over ``calls`` calls in a row."""
+        raise NotImplementedError
+
+
 Scope = Callable[[], AbstractContextManager[Any]]
 
 # What is timed, on a GPU (on the CPU all are the same):
@@ -89,7 +102,48 @@ class HostClock:
         return seconds
 
 
+class WebGpuClock:
+    """Timestamps of the GPU: the time inside its compute passes, each of which holds up to 64 recorded dispatches."""
+
+    def measure(self, action: Action, calls: int) -> float:
+        if isinstance(action, SelfTimed):
+            return action.seconds(calls)
+        from headwise.backends.webgpu import runtime
+
+        device = runtime.device()
+        device.synchronize()
+        with device.timed() as timer:
+            for _ in range(calls):
+                action()
+        return timer.busy_seconds / calls
+
+
+class WebGpuHostClock:
+    """Plain calls in a row; waits for the kernels of the last one, or not."""
+
+    def __init__(self, wait: bool) -> None:
+        self._wait = wait
+
+    def measure(self, action: Action, calls: int) -> float:
+        if isinstance(action, SelfTimed):
+            return action.seconds(calls)
+        from headwise.backends.webgpu import runtime
+
+        device = runtime.device()
+        device.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            action()
+        if self._wait:
+            device.synchronize()
+        seconds = (time.perf_counter() - start) / calls
+        device.synchronize()
+        return seconds
+
+
 def clock_for(device: str, timed: Timed = "device") -> Clock:
+    if device == "webgpu":
+        return WebGpuClock() if timed in ("device", "graph") else WebGpuHostClock(wait=timed == "calls")
     if device != "cuda":
         return WallClock()
     return HostClock() if timed == "host" else CudaClock(queue_first=timed != "calls")

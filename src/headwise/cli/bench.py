@@ -22,9 +22,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from headwise.backends.registry import availability
 from headwise.benchmark import report, roofs
 from headwise.benchmark.case import OURS, BenchCase, BenchSuite, concerned, matches
-from headwise.benchmark.runner import CaseResult, Measurement, Verdict, run_case
+from headwise.benchmark.runner import NOTHING_CROSSED, CaseResult, Measurement, Verdict, run_case
 from headwise.benchmark.suites import SUITES, load
 from headwise.cli import _terminal, env
 from headwise.ops._checks import short
@@ -73,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if suite.device == "cuda" and not torch.cuda.is_available():
         raise _terminal.UsageError(f"--suite {args.suite} needs a GPU that PyTorch sees, and there is none")
+    if suite.device == "webgpu" and (missing := availability("webgpu")) is not None:
+        raise _terminal.UsageError(f"--suite {args.suite}: {missing}")
     plan = replace(suite.plan, repeats=3, sample_s=0.002) if args.quick else suite.plan
     if args.repeats is not None:
         plan = replace(plan, repeats=args.repeats)
@@ -82,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     with _threads(args.threads or suite.threads):
         machine = _machine(suite)
         path = report.csv_path(folder, suite.name, machine) if folder is not None else None
-        measured_roofs = roofs.measure(args.quick) if suite.device == "cuda" else []
+        measured_roofs = roofs.measure(args.quick, suite.device) if suite.device != "cpu" else []
         rows = [report.roof_row(roof, suite.name, machine, args.quick) for roof in measured_roofs]
         for case in _with_progress(cases, quiet=args.json or not sys.stderr.isatty()):
             result = run_case(case, suite, plan, judged=not args.quick)
@@ -142,7 +145,7 @@ def _machine(suite: BenchSuite) -> report.Machine:
     cpu = facts["cpu"]["model"]
     return report.Machine(
         device=suite.device,
-        device_name=facts["gpus"][0]["name"] if suite.device == "cuda" else cpu,
+        device_name=_device_name(suite.device, facts),
         cpu=cpu,
         threads=facts["cpu"]["threads"],
         torch=torch.__version__,
@@ -151,6 +154,13 @@ def _machine(suite: BenchSuite) -> report.Machine:
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         triton=facts["versions"]["triton"] or "",
     )
+
+
+def _device_name(device: str, facts: dict[str, Any]) -> str:
+    if device == "webgpu":
+        adapter = facts["webgpu"]["in_use"]
+        return f"{adapter['name']} {adapter['driver']}"
+    return facts["gpus"][0]["name"] if device == "cuda" else facts["cpu"]["model"]
 
 
 def _with_progress(cases: list[BenchCase], quiet: bool) -> Iterator[BenchCase]:
@@ -219,12 +229,16 @@ def _print(
         console.print(Text("Quick sizes: these numbers say that the harness runs, and nothing about speed.", "yellow"))
     for group in dict.fromkeys(result.case.group for result in results):
         of_group = [result for result in results if result.case.group == group]
-        console.print(_table(group, of_group, in_tera=suite.device == "cuda"))
+        console.print(_table(group, of_group, in_tera=suite.device != "cpu"))
     for result in results:
         if result.status != "ok":
             console.print(Text.assemble((f"✗ {result.case.key}: {result.status}: ", "red"), result.detail))
+        if result.note and not result.note.startswith(NOTHING_CROSSED):
+            console.print(Text(f"! {result.case.key}: {result.note}", "yellow"))
         for peer, why in result.absent.items():
             console.print(Text(f"– {result.case.key}: {peer} is not here: {why}", "dim"))
+    if any(result.note.startswith(NOTHING_CROSSED) for result in results):
+        console.print(Text("where nothing else is said, no call uploaded or read back anything", "dim"))
     _print_summary(console, results)
     for path in written:
         console.print(Text(f"wrote {path}", "dim"))

@@ -180,7 +180,10 @@ def _tally_each(jobs: list[Job], seed: int, processes: int, quiet: bool) -> Iter
     if processes == 1:
         yield from (_tally(job, seed) for job in _with_progress(jobs, quiet))
         return
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+    # The processes share the cores: PyTorch in each would take all of them.
+    threads = max(1, torch.get_num_threads() // processes)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
         results = pool.map(_tally, jobs, itertools.repeat(seed), chunksize=max(1, min(8, len(jobs) // (4 * processes))))
         for _ in _with_progress(jobs, quiet):
             yield next(results)

@@ -19,7 +19,7 @@ from headwise.backends.registry import BACKENDS, availability
 from headwise.cli import _terminal
 from headwise.config import settings
 
-PACKAGES = ("torch", "triton", "wgpu", "numpy", "transformers")
+PACKAGES = ("torch", "triton", "wgpu", "jinja2", "numpy", "transformers")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -49,10 +49,21 @@ def describe() -> dict[str, Any]:
         },
         "memory_gib": _memory_gib(),
         "gpus": _gpus(),
+        "webgpu": _webgpu(),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "backends": backends(),
         "settings": {"backend": settings.backend, "validate": settings.validate},
     }
+
+
+def _webgpu() -> dict[str, Any]:
+    """The adapters of this machine, and what the one in use can do; nothing where WebGPU does not run."""
+    if availability("webgpu") is not None:
+        return {"in_use": None, "adapters": []}
+    from headwise.backends.webgpu import adapter
+    from headwise.webgpu import capabilities
+
+    return {"in_use": capabilities()._asdict(), "adapters": adapter.summaries()}
 
 
 def backends() -> list[dict[str, Any]]:
@@ -86,6 +97,8 @@ def _print(facts: dict[str, Any]) -> None:
         about.add_row("gpu", f"{gpu['name']} · {gpu['memory_gib']:.0f} GiB · {gpu['architecture']}")
     if not facts["gpus"]:
         about.add_row("gpu", Text("none that PyTorch sees", "dim"))
+    for line in _webgpu_lines(facts["webgpu"]):
+        about.add_row("webgpu", line)
     for name, version in facts["versions"].items():
         about.add_row(name, version or Text("not installed", "dim"))
     if facts["settings"]["backend"]:
@@ -105,6 +118,25 @@ def _print(facts: dict[str, Any]) -> None:
         )
     console.print()
     console.print(table)
+
+
+def _webgpu_lines(webgpu: dict[str, Any]) -> list[str | Text]:
+    used = webgpu["in_use"]
+    if used is None:
+        return [Text("does not run here: see below", "dim")]
+    lanes = f", subgroups of {used['subgroup_size']}" if used["subgroup_size"] else ", no subgroups"
+    lines: list[str | Text] = [
+        f"{used['name']} · {used['driver']} · {used['kind']} · tier {used['tier']}{lanes}",
+        f"workgroups: {used['workgroup_memory'] // 1024} KiB, {used['workgroup_threads']} threads · a binding: "
+        f"{_size(used['binding_bytes'])} · a buffer: {_size(used['buffer_bytes'])} · "
+        f"timestamps: {'yes' if used['timestamps'] else 'no'}",
+    ]
+    others = [Text(f"also here: {summary}", "dim") for summary in webgpu["adapters"] if used["name"] not in summary]
+    return [*lines, *others]
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.3g} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB"
 
 
 def _cpu_model() -> str:

@@ -51,13 +51,22 @@ class Capabilities(NamedTuple):
     timestamps: bool
 
 
-def choose() -> Any:
-    """The adapter that was asked for, or the best there is: a discrete GPU first, software last."""
+def summaries() -> list[str]:
+    """All adapters of this machine, in a line each: what HEADWISE_WEBGPU_ADAPTER may name a part of."""
+    return [a.summary for a in _adapters()]
+
+
+def _adapters() -> list[Any]:
     # OpenGL is left out: it is no WebGPU in full, and asking for it starts a display connection. Whoever used wgpu before
     # us in this process has chosen already.
     with suppress(RuntimeError):
         extras.set_instance_extras(backends=["Vulkan", "Metal", "DX12"])
-    adapters = [a for a in wgpu.gpu.enumerate_adapters_sync() if a.info["backend_type"] != "OpenGL"]
+    return [a for a in wgpu.gpu.enumerate_adapters_sync() if a.info["backend_type"] != "OpenGL"]
+
+
+def choose() -> Any:
+    """The adapter that was asked for, or the best there is: a discrete GPU first, software last."""
+    adapters = _adapters()
     if not adapters:
         raise NoAdapter(
             "WebGPU found no adapter. It needs a driver for Vulkan, Metal or DX12; on a Linux machine without a GPU, "

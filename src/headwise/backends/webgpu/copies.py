@@ -49,6 +49,17 @@ def copied(device: Device, x: Region, columns: int | None = None) -> Region:
     return y
 
 
+def copy_flat(device: Device, x: Region, y: Region) -> None:
+    """Copy contiguous x into contiguous y: sixteen bytes per thread, as fast as the GPU copies."""
+    vectors = -(-x.numel * x.itemsize // 16)
+    words = [Region(r.storage, torch.int32, (4 * vectors,), (1,), r.offset * r.itemsize // 4) for r in (x, y)]
+    most = (device.capabilities.binding_bytes - 512) // 16
+    for start in range(0, vectors, most):
+        count = min(most, vectors - start)
+        source, target = (r.narrow(0, 4 * start, 4 * count) for r in words)
+        device.run(device.kernel("copy_flat"), -(-count // 256), (count,), x=source, y=target)
+
+
 def copy_into(device: Device, x: Region, y: Region) -> None:
     """Copy x into y, which is contiguous and of its shape but for the last dim: that is cut, or filled with zeros."""
     if len(x.shape) > _MOST_DIMS:

@@ -374,7 +374,8 @@ class _Timer:
         self._device = device
         self._queries = device.gpu.create_query_set(type="timestamp", count=2 * _MOST_PASSES_TIMED)
         self._passes = 0
-        self.seconds = 0.0
+        self.seconds = 0.0  # from the begin of the first pass to the end of the last
+        self.busy_seconds = 0.0  # inside of passes: waiting for the host to submit the next is left out
 
     def next_pass(self) -> dict[str, Any] | None:
         if self._passes == _MOST_PASSES_TIMED:
@@ -399,6 +400,7 @@ class _Timer:
         gpu.queue.submit([encoder.finish()])
         ticks = np.frombuffer(gpu.queue.read_buffer(resolved), np.uint64)
         self.seconds = float(int(ticks[-1]) - int(ticks[0])) * 1e-9
+        self.busy_seconds = float(sum(int(end) - int(begin) for begin, end in ticks.reshape(-1, 2))) * 1e-9
 
 
 def spread(groups: int) -> tuple[int, int, int]:

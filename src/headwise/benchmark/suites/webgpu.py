@@ -1,0 +1,282 @@
+"""The suite of WebGPU: resident arrays, float32 but where a case says otherwise. The targets are stated for one H200
+through Vulkan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.benchmark.case import (
+    AtLeast,
+    BenchCase,
+    BenchSuite,
+    Contender,
+    Direction,
+    FlopRate,
+    Requirement,
+    SameRate,
+    TimeLimit,
+    Within,
+)
+from headwise.benchmark.correctness import first_output, oracle
+from headwise.benchmark.suites import training
+from headwise.benchmark.suites.attention import QKV, Shape, Visibility, attention_case, attention_flops, ours
+from headwise.benchmark.suites.decode import Cache, decode_case
+from headwise.benchmark.suites.onnx_webgpu import ORT, ort_peer
+from headwise.benchmark.suites.training import Setting
+from headwise.benchmark.timing import Plan
+from headwise.testing import Arguments, Maker, Outputs
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+PATTERNS = {"full": Visibility(), "causal": Visibility(causal=True)}
+HEADS = 16
+# (length, head dim) of the attention table, and the float32 rate required there in TFLOP/s.
+SHAPES = {(4096, 64): 36.0, (2048, 128): 32.0}
+FASTER = {(F32, "full"): 2.0, (F32, "causal"): 3.0, (F16, "full"): 1.25, (F16, "causal"): 2.0}
+WITHOUT_SUBGROUPS = 1.3
+GROWTH = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+COPY, FORWARD = "WGSL copy", "our forward"
+CHAIN, CHAIN_US = 50, 20.0  # small ops in a row, and microseconds of Python for each
+
+
+def cases(quick: bool) -> list[BenchCase]:
+    shrink = 64 if quick else 1
+    return [
+        *_forward(shrink),
+        *_without_subgroups(shrink),
+        *_small_grid(shrink),
+        *_backward(shrink),
+        *_decode(shrink),
+        *_memory_bound(shrink),
+        *_growth(shrink),
+        *_host(),
+    ]
+
+
+def _forward(shrink: int) -> list[BenchCase]:
+    built: list[BenchCase] = []
+    for dtype, (length, dim), pattern in product((F32, F16), SHAPES, PATTERNS):
+        required: tuple[Requirement, ...] = (AtLeast(FASTER[dtype, pattern], ORT),)
+        if dtype == F32:
+            required += (FlopRate(SHAPES[length, dim]),)
+        group = f"attention {str(dtype).removeprefix('torch.')}"
+        built.append(_attention(group, length // shrink, dim, pattern, dtype, (ort_peer(),), required))
+    built += [
+        _attention("attention bfloat16", length // shrink, dim, pattern, BF16)
+        for (length, dim), pattern in product(SHAPES, PATTERNS)
+    ]
+    return built
+
+
+def _attention(
+    group: str,
+    length: int,
+    dim: int,
+    pattern: str,
+    dtype: torch.dtype,
+    peers: tuple[Contender, ...] = (),
+    requirements: tuple[Requirement, ...] = (),
+    direction: Direction = "forward",
+) -> BenchCase:
+    return attention_case(
+        f"{pattern} S {length} D {dim}",
+        group,
+        Shape(1, HEADS, HEADS, length, dim),
+        direction,
+        PATTERNS[pattern],
+        peers=peers,
+        requirements=requirements,
+        dtype=dtype,
+    )
+
+
+def _without_subgroups(shrink: int) -> list[BenchCase]:
+    """As on a device that has what WebGPU promises, and no more."""
+
+    def on_the_floor(arguments: Arguments) -> Callable[[], Tensor]:
+        call = ours(arguments)
+
+        def run() -> Tensor:
+            with floor_of_webgpu():
+                return call()
+
+        return run
+
+    return [
+        replace(
+            _attention(
+                "without subgroups", length // shrink, dim, pattern, F32, (ort_peer(),), (AtLeast(WITHOUT_SUBGROUPS, ORT),)
+            ),
+            ours=on_the_floor,
+        )
+        for (length, dim), pattern in product(SHAPES, PATTERNS)
+    ]
+
+
+@contextmanager
+def floor_of_webgpu() -> Iterator[None]:
+    """Calls inside choose their kernels as on a device of tier A."""
+    from headwise.backends.webgpu import adapter, runtime
+
+    device = runtime.device()
+    with device.lock:
+        kept = device.capabilities, device.plans
+        device.capabilities = kept[0]._replace(
+            tier="A",
+            subgroup_size=0,
+            workgroup_memory=adapter.FLOOR_WORKGROUP_MEMORY,
+            workgroup_threads=adapter.FLOOR_WORKGROUP_THREADS,
+        )
+        device.plans = _floor_plans.setdefault(id(device), {})
+        try:
+            yield
+        finally:
+            device.capabilities, device.plans = kept
+
+
+_floor_plans: dict[int, dict[Any, Any]] = {}  # what is replayed there is replayed there alone
+
+
+def _small_grid(shrink: int) -> list[BenchCase]:
+    length = max(1000 // shrink, 8)
+    return [
+        _attention("small grid", length, dim, pattern, F32, requirements=(FlopRate(25.0),) if pattern == "full" else ())
+        for dim, pattern in product((64, 128), PATTERNS)
+    ]
+
+
+def _backward(shrink: int) -> list[BenchCase]:
+    """No peer has a fused backward here: it is held to the rate of our own forward."""
+
+    def forward(arguments: Arguments) -> Callable[[], tuple[Tensor]]:
+        kept = {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        return lambda: (cast(Tensor, hw.attention(**kept)),)
+
+    built: list[BenchCase] = []
+    for dtype, (length, dim), pattern in product((F32, BF16), SHAPES, PATTERNS):
+        size = length // shrink
+        flops = attention_flops(HEADS * PATTERNS[pattern].pairs(size, size), dim, "forward")
+        yardstick = Contender(FORWARD, forward, yardstick=True, flops=flops, explicit=True)
+        group = f"attention backward {str(dtype).removeprefix('torch.')}"
+        required = (SameRate(0.5, FORWARD),)
+        built.append(_attention(group, size, dim, pattern, dtype, (yardstick,), required, "backward"))
+    return built
+
+
+def copy_yardstick(bytes_moved: float) -> Contender:
+    """A plain copy in WGSL that reads and writes as many bytes together as the case has to move."""
+
+    def prepare(arguments: Arguments) -> Callable[[], tuple[None]]:
+        from headwise.backends.webgpu import copies, runtime
+
+        device = runtime.device()
+        words = max(64, int(bytes_moved) // 8 // 64 * 64)
+        source, target = (copies.full(device, (words,), 1.0, F32) for _ in range(2))
+
+        def run() -> tuple[None]:
+            with device.lock:
+                copies.copy_flat(device, source, target)
+            return (None,)
+
+        return run
+
+    return Contender(COPY, prepare, yardstick=True, explicit=True)
+
+
+def _beside_a_copy(case: BenchCase, share: float) -> BenchCase:
+    requirements = (Within(1 / share, COPY),) if share else ()
+    return replace(case, peers=(copy_yardstick(case.bytes),), requirements=requirements)
+
+
+def _decode(shrink: int) -> list[BenchCase]:
+    return [
+        _beside_a_copy(
+            decode_case(f"decode {str(dtype).removeprefix('torch.')}", Cache(batch, length // shrink), "device", dtype),
+            0.6 if (batch, length) == (8, 32768) else 0.0,
+        )
+        for dtype, batch, length in product((F32, F16, BF16), (1, 8), (4096, 32768))
+    ]
+
+
+def _memory_bound(shrink: int) -> list[BenchCase]:
+    built: list[BenchCase] = []
+    for dtype in (F32, BF16):
+        setting = Setting(dtype, f"memory bound {str(dtype).removeprefix('torch.')}")
+        rows = 16384 // shrink
+        built += [
+            _beside_a_copy(training.rms_norm_case(rows, 4096, "forward", setting), 0.7),
+            _beside_a_copy(training.rms_norm_case(rows, 4096, "backward", setting), 0.7),
+            _beside_a_copy(training.softmax_case(rows, 4096, "forward", setting), 0.7),
+            _beside_a_copy(training.softmax_case(rows, 4096, "backward", setting), 0.7),
+            _beside_a_copy(training.cross_entropy_case(4096 // shrink, 32768, setting, fused=True), 0.7),
+            _beside_a_copy(training.transpose_case(8192 // shrink, 8192, setting), 0.7),
+        ]
+    return built
+
+
+def _growth(shrink: int) -> list[BenchCase]:
+    return [
+        _attention("growth", max(length // shrink, 8), 64, pattern, F32, (ort_peer(),))
+        for length, pattern in product(GROWTH, PATTERNS)
+    ]
+
+
+@dataclass(frozen=True)
+class _ChainCheck:
+    """rms_norm and softmax in turn, by their oracles."""
+
+    def compute(self, arguments: Arguments, grad_out: Tensor | None) -> Outputs:
+        x = arguments["x"]
+        for _ in range(CHAIN // 2):
+            x = first_output(oracle("rms_norm")({"x": x, "weight": arguments["weight"]}))
+            x = first_output(oracle("softmax")({"x": x}))
+        return {"out": x}
+
+    def pick(self, results: Outputs) -> Outputs:
+        return results
+
+
+def _host() -> list[BenchCase]:
+    def make(maker: Maker) -> Arguments:
+        return {"x": maker.normal(64, 256), "weight": maker.normal(256)}
+
+    def chain(arguments: Arguments) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            x, weight = arguments["x"], arguments["weight"]
+            for _ in range(CHAIN // 2):
+                x = hw.softmax(hw.rms_norm(x, weight))
+            return x
+
+        return run
+
+    return [
+        BenchCase(
+            name=f"{CHAIN} small ops in a row, 64 × 256",
+            group="host",
+            direction="forward",
+            make=make,
+            ours=chain,
+            check=_ChainCheck(),
+            bytes=4.0 * CHAIN * 2 * 64 * 256,
+            requirements=(TimeLimit(CHAIN * CHAIN_US),),
+            dtype=F32,
+            timed="host",
+        )
+    ]
+
+
+SUITE = BenchSuite(
+    name="webgpu",
+    device="webgpu",
+    dtype=F32,
+    cases=cases,
+    backend="webgpu",
+    plan=Plan(target_s=2.0, sample_s=0.01, most_calls=200),
+)
