@@ -46,9 +46,7 @@ def run(suite, values, grads, backend, differentiate=True):
     return results
 
 
-@pytest.mark.parametrize(
-    ("suite", "case"), [pytest.param(s, c, id=f"webgpu-{s.op}-{c.name}") for s, c in CASES]
-)
+@pytest.mark.parametrize(("suite", "case"), [pytest.param(s, c, id=f"webgpu-{s.op}-{c.name}") for s, c in CASES])
 def test_resident_arrays_give_the_same_bits(suite, case):
     def arguments():
         return suite.make(Maker(torch.bfloat16, torch.device("cpu"), 1), **case.params)

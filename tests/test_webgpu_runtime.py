@@ -191,7 +191,9 @@ def test_copies_of_any_layout(reopened, binding):
 def test_filling(dtype):
     device = runtime.device()
     for value in (0.0, -1.5):
-        assert torch.equal(device.read(copies.full(device, (3, 5), value, dtype)), torch.full((3, 5), value, dtype=dtype))
+        assert torch.equal(
+            device.read(copies.full(device, (3, 5), value, dtype)), torch.full((3, 5), value, dtype=dtype)
+        )
 
 
 def test_writing_in_place_is_seen_through_every_view():
@@ -406,6 +408,24 @@ def test_an_upload_into_memory_that_a_recorded_kernel_reads():
     assert torch.equal(again.torch(), torch.full((1000,), 7.0))
 
 
+def test_memory_that_dies_in_a_cycle_of_references_is_used_again():
+    """The collector ends everything in a cycle at once, the buffer beside the storage that brings it back."""
+    device = runtime.device()
+    gc.collect()
+    cycle = [array(torch.ones(777))]
+    buffer = id(cycle[0]._region.storage.buffer)
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    again = [array(torch.full((777,), float(i))) for i in range(8)]
+    assert buffer in [id(x._region.storage.buffer) for x in again], (
+        "the pool did not get it back: this test tests nothing"
+    )
+    for i, x in enumerate(again):
+        assert torch.equal((x + x).torch(), torch.full((777,), 2.0 * i))
+    assert device is runtime.device()
+
+
 @pytest.mark.parametrize("nbytes", [1, 256, 257, 1000, 4096, 5000, 1 << 20, (1 << 20) + 1, 10**9])
 def test_size_classes(nbytes):
     size = storage._size_class(nbytes)
@@ -470,7 +490,9 @@ def test_a_tier_that_the_adapter_does_not_have(monkeypatch):
     poor = SimpleNamespace(features=set(), limits=real.limits, info=real.info, summary="a poor adapter")
     assert adapter.capabilities(poor).tier == settings.webgpu_tier or adapter.capabilities(poor).tier == "A"
     monkeypatch.setattr(settings, "webgpu_tier", "C")
-    with pytest.raises(ValueError, match=r"HEADWISE_WEBGPU_TIER='C' is more than this adapter has \(A\): a poor adapter"):
+    with pytest.raises(
+        ValueError, match=r"HEADWISE_WEBGPU_TIER='C' is more than this adapter has \(A\): a poor adapter"
+    ):
         adapter.capabilities(poor)
 
 
@@ -483,7 +505,9 @@ def test_tier_a_has_what_every_device_has(reopened):
 def test_an_allocation_over_the_limit_names_it():
     most = headwise.webgpu.capabilities().buffer_bytes
     x = array(torch.ones(3))
-    with pytest.raises(headwise.webgpu.OutOfMemory, match=f"a tensor of {4 << 40} bytes is larger than .*: {most} bytes"):
+    with pytest.raises(
+        headwise.webgpu.OutOfMemory, match=f"a tensor of {4 << 40} bytes is larger than .*: {most} bytes"
+    ):
         x.new_empty((1 << 40,))
     assert torch.equal((x + x).torch(), torch.full((3,), 2.0))
 
@@ -509,9 +533,9 @@ def test_a_kernel_is_called_with_what_it_declares():
         device.run(device.kernel("fill"), 1, (8, 0), y=y, z=y)
     with pytest.raises(RuntimeError, match="fill: parameters"):
         device.run(device.kernel("fill"), 1, (8,), y=y)
+    x, z = device.empty((9,), torch.float32).narrow(0, 1, 8), device.empty((8,), torch.float32)
     with pytest.raises(RuntimeError, match="a begins at element 1; the kernel needs a multiple of 4"):
-        x = device.empty((9,), torch.float32).narrow(0, 1, 8)
-        device.run(device.kernel("add", dtype="f32"), 1, (2,), a=x, b=x, y=device.empty((8,), torch.float32))
+        device.run(device.kernel("add", dtype="f32"), 1, (2,), a=x, b=x, y=z)
 
 
 # --------------------------------------------------------------------------------------------------------------- 16 bits
@@ -572,7 +596,8 @@ def awkward_floats():
     near_half = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16).float().view(torch.int32)
     near_brain = torch.arange(-(1 << 15), 1 << 15).to(torch.int32) << 16
     # The middle between two neighbours and the floats beside it.
-    around = [x + step for x in (near_half, near_brain) for step in (-1, 0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001)]
+    steps = (-1, 0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001)
+    around = [x + step for x in (near_half, near_brain) for step in steps]
     subnormal = torch.randint(0, 1 << 23, (1 << 12,), generator=draw).to(torch.int32)
     return torch.cat([anything, *around, subnormal, subnormal | -(1 << 31)]).view(torch.float32)
 
@@ -600,7 +625,8 @@ def test_what_a_small_op_costs_the_host(capsys):
     """Printed (pytest -s); the bound only catches a compilation or a readback in every call."""
     x = array(torch.randn(4, 64))
     costs = {}
-    for name, op in {"add": lambda: x + x, "softmax": lambda: hw.softmax(x), "rms_norm": lambda: hw.rms_norm(x, None)}.items():
+    ops = {"add": lambda: x + x, "softmax": lambda: hw.softmax(x), "rms_norm": lambda: hw.rms_norm(x, None)}
+    for name, op in ops.items():
         for _ in range(20):
             op()
         runtime.device().synchronize()

@@ -18,6 +18,8 @@ from headwise.benchmark.plot_roofline import roofs, save_roofline
 _ATTENTION = re.compile(r"attention D (\d+)")
 _DECODE = {"decode as CUDA graphs": "CUDA graphs", "decode as plain calls": "plain calls", "decode paged": "paged"}
 _ROWS = ("rms_norm", "softmax")
+_GROWTH = "growth"
+_LENGTH = re.compile(r"(\w+) S (\d+) D (\d+)")
 _SHAPE = re.compile(r"(\w+) (\d+) × (\d+)")
 _OUR_COLOUR = "#2a7f62"
 _COLOURS = {
@@ -26,6 +28,7 @@ _COLOURS = {
     "cuDNN": "#4a6fa5",
     "FlexAttention": "#e0a63c",
     "our contiguous": "#9fcdbb",
+    "ONNX Runtime": "#4a6fa5",
     "PyTorch": "#c98a3a",
 }
 _OTHERS = ("#8c6bb1", "#c8553d", "#5ab4ac")
@@ -34,11 +37,13 @@ _OTHERS = ("#8c6bb1", "#c8553d", "#5ab4ac")
 def save_all(rows: list[Row], folder: Path, stem: str) -> list[Path]:
     """Every picture that these rows are enough for, as ``folder/stem-<what>.png``."""
     elsewhere = {r["group"] for r in rows if _ATTENTION.fullmatch(r["group"])} | {*_DECODE, *_ROWS}
-    if rows[0]["device"] != "cuda":
+    elsewhere.add(_GROWTH)
+    if rows[0]["device"] == "cpu":
         elsewhere = set()  # the pictures of rates are for GPUs
     drawn: dict[str, Callable[[Path], bool]] = {
         "ratios": lambda path: save_ratios([r for r in rows if r["group"] not in elsewhere], path),
         "attention": lambda path: save_attention(rows, path),
+        "growth": lambda path: save_growth(rows, path),
         "decode": lambda path: save_decode(rows, path),
         "rows": lambda path: save_rows(rows, path),
         "roofline": lambda path: save_roofline(rows, path),
@@ -71,6 +76,42 @@ def save_attention(rows: list[Row], path: Path) -> bool:
                 _roof_line(panel, highest[1] / 1e12, "bf16 matmul")
             if column == 0:
                 panel.set_ylabel("TFLOP/s", fontsize=9)
+    _legend(figure, contenders)
+    save(figure, path)
+    return True
+
+
+def save_growth(rows: list[Row], path: Path) -> bool:
+    """Time and TFLOP/s against the length of the sequence: a line per contender and pattern."""
+    shown = [r for r in rows if r["group"] == _GROWTH and r["median_ms"] and _LENGTH.fullmatch(r["case"])]
+    if not shown:
+        return False
+    figure = new_figure(12, 4.4, title_of(shown))
+    contenders = _contenders(shown)
+    colours = _colours(contenders)
+    wanted = {"milliseconds": ("median_ms", 1.0), "TFLOP/s": ("gflops_per_s", 1e-3)}
+    for panel, (label, (column, unit)) in zip(figure.subplots(1, 2), wanted.items(), strict=True):
+        lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
+        for row in shown:
+            found = _LENGTH.fullmatch(row["case"])
+            assert found is not None
+            lines.setdefault((row["contender"], found[1]), []).append((int(found[2]), unit * float(row[column])))
+        for (contender, pattern), points in lines.items():
+            style = "--" if pattern == "causal" else "-"
+            panel.plot(*zip(*sorted(points), strict=True), style, marker="o", markersize=4, color=colours[contender])
+        panel.set_xscale("log", base=2)
+        if column == "median_ms":
+            panel.set_yscale("log", base=10)
+        else:
+            panel.set_ylim(bottom=0)
+        panel.set_xticks(lengths := sorted({length for line in lines.values() for length, _ in line}))
+        panel.set_xticklabels([str(length) for length in lengths], fontsize=8)
+        panel.minorticks_off()
+        panel.set_xlabel("S · solid: full, dashed: causal", fontsize=9)
+        panel.set_title(f"attention forward, {label}", loc="left", fontsize=10, fontweight="bold")
+        panel.grid(color="#e6e6e6", linewidth=0.7)
+        for side in ("top", "right"):
+            panel.spines[side].set_visible(False)
     _legend(figure, contenders)
     save(figure, path)
     return True

@@ -86,6 +86,8 @@ SUITE = Suite(
         Case("causal", {"sq": 700, "causal": True}),
         Case("causal, small", {"sq": 150, "d": 32, "causal": True}, QUICK),
         Case("causal, 2100 tokens", {"sq": 2100, "hq": 1, "d": 32, "causal": True}),
+        # A sum of thousands of products in one chain loses a digit of float32.
+        Case("many keys", {"sq": 24, "sk": 4200, "hq": 1, "d": 32}),
         Case("causal, fewer queries than keys", {"sq": 100, "sk": 413, "causal": True, "d": 32}, QUICK),
         Case("causal, more queries than keys", {"sq": 200, "sk": 90, "causal": True, "d": 32}, QUICK),
         Case("window (100, 0)", {"sq": 530, "d": 32, "causal": True, "window": (100, 0)}),

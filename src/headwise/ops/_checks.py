@@ -60,7 +60,9 @@ def same_dtype(op: str, name: str, x: Tensor, other_name: str, other: Tensor) ->
 def same_device(op: str, name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     if x.device != other.device or hasattr(x, "headwise_device") != hasattr(other, "headwise_device"):
         places = [getattr(t, "headwise_device", t.device) for t in (x, other)]
-        raise ValueError(f"{op}: {name} is on {places[0]} and {other_name} on {places[1]}; they need to be on one device")
+        raise ValueError(
+            f"{op}: {name} is on {places[0]} and {other_name} on {places[1]}; they need to be on one device"
+        )
 
 
 def dims(op: str, name: str, x: Tensor, count: int, letters: str) -> None:

@@ -159,7 +159,9 @@ def _reduce(row_losses: Tensor, targets: Tensor, ignore_index: int, reduction: s
     if reduction == "none":
         return row_losses.view(targets.shape)
     if hasattr(row_losses, "headwise_device"):  # a GPU that PyTorch's own operators do not run on
-        return registry.launcher(backend, "cross_entropy_reduce")(row_losses, targets, ignore_index, reduction == "mean")
+        return registry.launcher(backend, "cross_entropy_reduce")(
+            row_losses, targets, ignore_index, reduction == "mean"
+        )
     total = row_losses.sum()
     return total / _counted(targets, ignore_index) if reduction == "mean" else total
 

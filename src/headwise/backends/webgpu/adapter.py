@@ -96,7 +96,9 @@ def capabilities(adapter: Any) -> Capabilities:
         if wanted not in TIERS:
             raise ValueError(f"HEADWISE_WEBGPU_TIER={wanted!r} is no tier; there are: {', '.join(TIERS)}")
         if wanted > tier:
-            raise ValueError(f"HEADWISE_WEBGPU_TIER={wanted!r} is more than this adapter has ({tier}): {adapter.summary}")
+            raise ValueError(
+                f"HEADWISE_WEBGPU_TIER={wanted!r} is more than this adapter has ({tier}): {adapter.summary}"
+            )
         tier = wanted
     floor = tier < "C"
     # A buffer or binding is no multiple of anything by itself; whole vectors of 16 bytes are all that kernels ask for.

@@ -19,6 +19,8 @@ from torch import Tensor
 from headwise.backends.webgpu import replay, runtime
 from headwise.backends.webgpu.storage import Region, Storage
 
+_NOWHERE = torch.device("meta")
+
 
 class Array(Tensor):
     """A tensor in the memory of the GPU. Make one with `headwise.webgpu.array`."""
@@ -29,12 +31,12 @@ class Array(Tensor):
     # Where `headwise` finds the elements, for the choice of a backend and for messages.
     headwise_device = "webgpu"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, region: Region, device: runtime.Device) -> Array:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, region.shape, strides=region.strides, storage_offset=region.offset, dtype=region.dtype, device="meta"
+        made: Array = Tensor._make_wrapper_subclass(
+            cls, region.shape, strides=region.strides, storage_offset=region.offset, dtype=region.dtype, device=_NOWHERE
         )
         made._region, made._device = region, device
         return made
@@ -68,7 +70,7 @@ class Array(Tensor):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.asarray(self.numpy(), dtype)
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         kind = str(self.dtype).removeprefix("torch.")
         return f"headwise.webgpu.Array({tuple(self.shape)}, {kind}, on {self._device.capabilities.name})"
 
@@ -80,7 +82,9 @@ class Array(Tensor):
         return self._device
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # An operator of Headwise, reached through PyTorch's dispatcher, knows what to do with arrays.
         if func.namespace == "headwise":
             return func.headwise_run(*args)
@@ -105,7 +109,9 @@ def array(tensor: Tensor | Any) -> Array:
     device = runtime.device()
     with device.lock, runtime.explained_loss():
         made = Array(device.upload(tensor), device)
-    return made.requires_grad_() if tensor.requires_grad else made
+    if tensor.requires_grad:
+        made.requires_grad_()
+    return made
 
 
 def launcher(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,8 +150,6 @@ def launcher(function: Callable[..., Any]) -> Callable[..., Any]:
             return plan.kind([Array(region, device) for region in made])
 
     return launch
-
-
 
 
 def _launch_and_keep(

@@ -32,7 +32,7 @@ def _view(func: Any) -> Callable[..., Any]:
         found = func(whole.as_strided(region.shape, region.strides, region.offset), *args, **kwargs)
 
         def of(meta: torch.Tensor) -> Array:
-            made = Region(region.storage, meta.dtype, meta.shape, meta.stride(), meta.storage_offset())
+            made = Region(region.storage, meta.dtype, meta.shape, meta.stride(), int(meta.storage_offset()))
             return Array(made, x._device)
 
         return [of(meta) for meta in found] if isinstance(found, (list, tuple)) else of(found)
@@ -108,7 +108,7 @@ def _add(a: Array, b: Any, *, alpha: float = 1) -> Array:
 
 def _add_in_place(a: Array, b: Any, *, alpha: float = 1) -> Array:
     total = _add(a, b, alpha=alpha)
-    if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]  # missing in PyTorch's stubs
+    if torch._C._current_graph_task_id() == -1:
         return _copy_in_place(a, total)
     # A gradient that another one is added to: its memory may be that of the gradient of something else, and is left alone.
     a._region = total._region

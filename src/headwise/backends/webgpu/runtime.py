@@ -125,7 +125,8 @@ class Device:
             entries.append({"binding": i + 1, "visibility": wgpu.ShaderStage.COMPUTE, "buffer": {"type": kind}})
         if len(source.buffers) > self.capabilities.storage_buffers:
             raise RuntimeError(
-                f"kernel {name} binds {len(source.buffers)} storage buffers; WebGPU promises {self.capabilities.storage_buffers}"
+                f"kernel {name} binds {len(source.buffers)} storage buffers; "
+                f"WebGPU promises {self.capabilities.storage_buffers}"
             )
         layout = self.gpu.create_bind_group_layout(entries=entries)
         module = self.gpu.create_shader_module(label=name, code=source.text)
@@ -171,9 +172,7 @@ class Device:
         """The command buffer that is being recorded uses this memory."""
         storage.last_use = self._recording
 
-    def dispatch(
-        self, kernel: Kernel, groups: tuple[int, ...], data: bytes, bound: list[tuple[Any, int, int]]
-    ) -> None:
+    def dispatch(self, kernel: Kernel, groups: tuple[int, ...], data: bytes, bound: list[tuple[Any, int, int]]) -> None:
         """Record one dispatch of what is bound already, with packed parameters."""
         key = (kernel, data, *bound)
         group = self._groups.get(key)
@@ -278,7 +277,7 @@ class Device:
                 kept = kept.narrow(dim, 0, 1)
         if not _is_dense(kept):
             # Copied in the order in which it lies: heads that lie inside stay there.
-            order = sorted(range(kept.dim()), key=lambda d: -kept.stride(d))
+            order = sorted(range(kept.dim()), key=lambda d: -kept.stride()[d])
             back = sorted(range(kept.dim()), key=lambda d: order[d])
             kept = kept.permute(order).contiguous().permute(back)
             strides = [0 if s == 0 and n > 1 else c for s, n, c in zip(strides, shape, kept.stride(), strict=True)]

@@ -133,7 +133,9 @@ class Rows(NamedTuple):
     result: Region  # what the caller gets
 
 
-def empty_rows(device: Device, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Rows:
+def empty_rows(
+    device: Device, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
+) -> Rows:
     """Memory for a result ``shape`` in a dense layout; its rows are written padded first, where their size is no multiple
     of four. Call `finish` when the kernel is recorded."""
     result = device.empty(shape, dtype, strides)
@@ -174,7 +176,14 @@ def heads_inside(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def packed_tiles(
-    device: Device, cu: Region, other_cu: Region, total: int, other_total: int, longest: int, other_longest: int, tile: int
+    device: Device,
+    cu: Region,
+    other_cu: Region,
+    total: int,
+    other_total: int,
+    longest: int,
+    other_longest: int,
+    tile: int,
 ) -> tuple[Region, int]:
     """The list of ``wgsl/attention_tiles.wgsl`` for tiles of ``tile`` tokens, and how many entries it has."""
     sequences = cu.shape[0] - 1

@@ -10,9 +10,10 @@ A template declares what it binds with three functions, and so every kernel read
 ``{{ output("y", dtype, 4) }}``   binds y to write, and defines ``store_y(i, value)`` (``y`` may be read back by ``load_y``)
 ``{{ params("rows: u32, scale: f32") }}``   the numbers of a call, ``params.rows`` …, after all inputs and outputs
 
-dtypes are "f32", "f16", "bf16", "u32", "i32", "i64" (read as i32), and bits without meaning: "u8", "u16", "u64". WGSL has no 16-bit floats that every device knows: they lie in
-words, two each, and one thread owns both halves when it writes (so the width of a 16-bit output is 2, 4 or 8). ``i``
-counts vectors of the given width from where the tensor begins; with width 1 it counts elements.
+dtypes are "f32", "f16", "bf16", "u32", "i32", "i64" (read as i32), and bits without meaning: "u8", "u16", "u64". WGSL has
+no 16-bit floats that every device knows: they lie in words, two each, and one thread owns both halves when it writes (so
+the width of a 16-bit output is 2, 4 or 8). ``i`` counts vectors of the given width from where the tensor begins; with
+width 1 it counts elements.
 """
 
 from __future__ import annotations

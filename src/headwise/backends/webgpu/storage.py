@@ -40,6 +40,9 @@ class Pool:
         self._most, self._what_most = most_bytes, what_most
         self._free: dict[int, list[tuple[Any, int]]] = defaultdict(list)
         self.returned: deque[tuple[int, Any, int]] = deque()
+        # All buffers, lent or free. A storage may die in a cycle of references; the collector would end its buffer
+        # with it, and what comes back to the pool would be a buffer without memory.
+        self._buffers: dict[int, Any] = {}
         self.allocated = 0  # bytes, in use and free
 
     def take(self, nbytes: int) -> Storage:
@@ -73,6 +76,7 @@ class Pool:
                     f"{self._what_most} has no room for {size} more bytes ({self.allocated} are in use by Headwise): {error}"
                 ) from error
         self.allocated += size
+        self._buffers[id(buffer)] = buffer
         return buffer
 
     def trim(self) -> None:
@@ -82,6 +86,7 @@ class Pool:
         for size, buffers in self._free.items():
             for buffer, _ in buffers:
                 buffer.destroy()
+                del self._buffers[id(buffer)]
                 self.allocated -= size
         self._free.clear()
 
@@ -165,7 +170,9 @@ class Region:
 
     def with_shape(self, shape: Sequence[int], strides: Sequence[int] | None = None) -> Region:
         """Other sizes over the same elements; strides of a contiguous tensor where none are given."""
-        return Region(self.storage, self.dtype, shape, contiguous_strides(shape) if strides is None else strides, self.offset)
+        return Region(
+            self.storage, self.dtype, shape, contiguous_strides(shape) if strides is None else strides, self.offset
+        )
 
     def as_dtype(self, dtype: torch.dtype) -> Region:
         """The same bits read as another dtype of the same size."""

@@ -27,7 +27,7 @@ from headwise.benchmark.case import (
 )
 from headwise.benchmark.correctness import first_output, oracle
 from headwise.benchmark.suites import training
-from headwise.benchmark.suites.attention import QKV, Shape, Visibility, attention_case, attention_flops, ours
+from headwise.benchmark.suites.attention import Shape, Visibility, attention_case, attention_flops, ours
 from headwise.benchmark.suites.decode import Cache, decode_case
 from headwise.benchmark.suites.onnx_webgpu import ORT, ort_peer
 from headwise.benchmark.suites.training import Setting
@@ -112,7 +112,13 @@ def _without_subgroups(shrink: int) -> list[BenchCase]:
     return [
         replace(
             _attention(
-                "without subgroups", length // shrink, dim, pattern, F32, (ort_peer(),), (AtLeast(WITHOUT_SUBGROUPS, ORT),)
+                "without subgroups",
+                length // shrink,
+                dim,
+                pattern,
+                F32,
+                (ort_peer(),),
+                (AtLeast(WITHOUT_SUBGROUPS, ORT),),
             ),
             ours=on_the_floor,
         )
@@ -156,7 +162,7 @@ def _backward(shrink: int) -> list[BenchCase]:
     """No peer has a fused backward here: it is held to the rate of our own forward."""
 
     def forward(arguments: Arguments) -> Callable[[], tuple[Tensor]]:
-        kept = {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        kept: Arguments = {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
         return lambda: (cast(Tensor, hw.attention(**kept)),)
 
     built: list[BenchCase] = []

@@ -1,3 +1,4 @@
+{% set chain = 512 %}
 // Attention backward (Dao, "FlashAttention-2", 2023), one template for both halves of it:
 //
 //   p_ij = exp(s_ij - lse_i)      ds_ij = p_ij (dO_i · v_j - delta_i)      (s capped: times the slope of the cap)
@@ -15,6 +16,9 @@
 //
 // One workgroup array per unrolled index: compilers check an index once, and not once per element.
 //
+// As in attention_forward.wgsl, sums of float32 go to memory after every {{ chain }} streamed rows and begin anew: one long chain of
+// additions would lose a digit.
+//
 // variables: variant (see scores.wgsl), side, dtype, first (vectors of a row of q, k), second (of v, dO), rows, lanes,
 //            threads, tile (streamed rows in workgroup memory), chunk, subgroups (bool),
 //            want_first, want_second (side "keys": dk, dv)
@@ -22,6 +26,7 @@
 //             length_first
 {% import "scores.wgsl" as scores with context %}
 {% set queries = side == "queries" %}
+{% set chained = dtype == "f32" %}
 {% set own, streamed = (("q", "grad"), ("k", "v")) if queries else (("k", "v"), ("q", "grad")) %}
 {% set result_first, result_second = ("dq", "") if queries else ("dk" if want_first else "", "dv" if want_second else "") %}
 {% set need_second = result_first != "" %}{# the products dO · v #}
@@ -246,9 +251,35 @@ subgroupShuffle({{ name }}_{{ kk % slots }}, lanes_first + {{ state.lane }}u)
 {% endfor %}
 {% endfor %}
 {% endmacro %}
+{% macro of_lane(n, vectors, each) -%}
+{{ "if (lane + %du < %du) " % (n * lanes, vectors) if each * lanes > vectors and n == each - 1 }}
+{%- endmacro %}
+{# Sums so far, into the rows of the result. #}
+{% macro keep(sum, i, name, vectors, each) %}
+            {
+                let row = own_first + i32(group * {{ rows }}u) + {{ i }};
+                if (row >= window_first && row < window_past) {
+                    let {{ name }}_at = {{ name }}_base + u32(row - window_first) * params.{{ name }}_s;
+{% for n in range(each) %}
+                    {{ of_lane(n, vectors, each) }}{
+                        if (has_kept) { {{ sum }}{{ i }}_{{ n }} += load_{{ name }}({{ name }}_at + {{ n * lanes }}u); }
+                        store_{{ name }}({{ name }}_at + {{ n * lanes }}u, {{ sum }}{{ i }}_{{ n }});
+                    }
+{% endfor %}
+                }
+{% for n in range(each) %}
+                {{ sum }}{{ i }}_{{ n }} = vec4<f32>();
+{% endfor %}
+            }
+{% endmacro %}
 {% macro store_own(sum, name, vectors, each, factor) %}
 {% for n in range(each) %}
-            {{ "if (lane + %du < %du) " % (n * lanes, vectors) if each * lanes > vectors and n == each - 1 }}{ store_{{ name }}({{ name }}_at + {{ n * lanes }}u, finished({{ sum }}_{{ n }}{{ factor }}, none, bad)); }
+            {{ of_lane(n, vectors, each) }}{
+{% if chained %}
+                if (has_kept) { {{ sum }}_{{ n }} += load_{{ name }}({{ name }}_at + {{ n * lanes }}u); }
+{% endif %}
+                store_{{ name }}({{ name }}_at + {{ n * lanes }}u, finished({{ sum }}_{{ n }}{{ factor }}, none, bad));
+            }
 {% endfor %}
 {% endmacro %}
 fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
@@ -344,6 +375,14 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {% endfor %}
 {% endfor %}
 
+{% for name in (result_first, result_second) if name %}
+    let {{ name }}_base = batch * params.{{ name }}_b + own_head * params.{{ name }}_h + lane;
+{% endfor %}
+{% if chained %}
+    var chained = 0;
+    var has_kept = false;
+{% endif %}
+
     // The own row whose scores this lane computes, what it may see, and from which streamed row of a chunk on.
     let my_row = own_first + i32(group * {{ rows }}u + lane % {{ rows }}u);
 {% if may_hide %}
@@ -384,6 +423,21 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     let {{ streamed[0] }}_base = batch * params.{{ streamed[0] }}_b + streamed_head * params.{{ streamed[0] }}_h + streamed_start * params.{{ streamed[0] }}_s;
     let {{ streamed[1] }}_base = batch * params.{{ streamed[1] }}_b + streamed_head * params.{{ streamed[1] }}_h + streamed_start * params.{{ streamed[1] }}_s;
     for (var at = start; at < past; at += {{ tile }}) {
+{% if chained %}
+        if (chained >= {{ chain }}) {
+{% for i in range(rows) %}
+{% if result_first %}
+{{ keep("sum", i, result_first, first, first_each) }}
+{% endif %}
+{% if result_second %}
+{{ keep("sum_second", i, result_second, second, second_each) }}
+{% endif %}
+{% endfor %}
+            has_kept = true;
+            chained = 0;
+        }
+        chained += {{ tile }};
+{% endif %}
         workgroupBarrier();
 {{ load_tile("first", streamed[0], first, first_each) }}
 {{ load_tile("second", streamed[1], second, second_each) }}
@@ -509,9 +563,6 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     }
     }
 
-{% for name in (result_first, result_second) if name %}
-    let {{ name }}_base = batch * params.{{ name }}_b + own_head * params.{{ name }}_h + lane;
-{% endfor %}
 {% for i in range(rows) %}
     {
         let row = own_first + i32(group * {{ rows }}u) + {{ i }};

@@ -1,3 +1,4 @@
+{% set chain = 512 %}
 // Attention forward, dense and packed: out = softmax(scale · q kᵀ, capped, biased, masked) v, and its log-sum-exp.
 // Dao, "FlashAttention-2", 2023; the reference that follows the maximum with slack is FlashAttention-4's.
 //
@@ -12,11 +13,15 @@
 // registers whose number is the xor of both lanes: sums over the team, and weights on their way back, travel by plain
 // exchanges between c and c ^ i, with nothing to select. Exchanges go through subgroups, or else through workgroup memory.
 //
+// A sum of thousands of float32 loses a digit when it is one long chain. So float32 sums go to memory, into the rows of out
+// themselves, after every {{ chain }} keys, and begin anew in registers: the error stays that of {{ chain }} keys.
+//
 // variables: dtype; variant (scores.py); q_vectors, v_vectors: D and Dv in vectors of four; subgroups (bool);
 //            rows, lanes, threads, keys, unroll, prefetch: a `Tile` (tiles.py). rows <= lanes, all powers of two;
 //            unroll, the keys that are worked on at once, divides keys.
 {% import "scores.wgsl" as scores with context %}
 {% set hides = variant.mask or variant.bias %}
+{% set chained = dtype == "f32" %}
 {% set q_each = (q_vectors + lanes - 1) // lanes %}
 {% set v_each = (v_vectors + lanes - 1) // lanes %}
 {% set q_row = q_each * lanes %}
@@ -144,6 +149,18 @@ fn shown(logit: f32, seen: vec2<i32>, batch: u32, head: u32, row: u32, key: i32)
 {% endfor %}
 {% endmacro %}
 
+{# A number of each lane's own row, on its way to the lanes of its team: `tell` it, and then it is `told` of the row in
+   registers i. #}
+{% macro tell(name) %}
+{% if not subgroups %}
+    workgroupBarrier();
+    factors[thread] = {{ name }};
+    workgroupBarrier();
+{% endif %}
+{% endmacro %}
+{% macro told(name, i) -%}
+{{ name if i == 0 else ("subgroupShuffleXor(%s, %du)" % (name, i) if subgroups else "factors[thread ^ %du]" % i) }}
+{%- endmacro %}
 @compute @workgroup_size({{ threads }})
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) thread: u32) {
@@ -215,6 +232,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     // Of this lane's own row: weights are powers of two, 2^(logit · log2(e) - reference).
     var reference = HIDDEN;
     var total = 0.0;
+{% if chained %}
+    // What memory holds of this row: its sum of weights, and the reference of both.
+    var kept_total = 0.0;
+    var kept_reference = HIDDEN;
+    var chained = 0;
+    var has_kept = false;
+{% endif %}
 
 {{ declare("k", q_row) }}
 {{ declare("v", v_row) }}
@@ -222,7 +246,37 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {{ fetch("k", q_vectors, q_row, "first") }}
 {{ fetch("v", v_vectors, v_row, "first") }}
 {% endif %}
+    let out_base = batch * params.out_b + head * params.out_h;
     for (var tile_first = first; tile_first < past; tile_first += {{ keys }}) {
+{% if chained %}
+        if (chained >= {{ chain }}) {
+            let kept_shrink = exp2(kept_reference - reference);
+            kept_total = fma(kept_total, kept_shrink, total);
+            kept_reference = reference;
+            total = 0.0;
+{{ tell("kept_shrink") }}
+{% for i in range(rows) %}
+            {
+                let kept_shrink{{ i }} = {{ told("kept_shrink", i) }};
+                if (inside{{ i }}) {
+{% for n in range(v_each) %}
+                    {{ "if (lane + %du < %du) " % (n * lanes, v_vectors) if (n + 1) * lanes > v_vectors else "" }}{
+                        let at = out_base + row{{ i }} * params.out_s + lane + {{ n * lanes }}u;
+                        if (has_kept) { out{{ i }}_{{ n }} = fma(load_out(at), vec4<f32>(kept_shrink{{ i }}), out{{ i }}_{{ n }}); }
+                        store_out(at, out{{ i }}_{{ n }});
+                    }
+{% endfor %}
+                }
+{% for n in range(v_each) %}
+                out{{ i }}_{{ n }} = vec4<f32>();
+{% endfor %}
+            }
+{% endfor %}
+            has_kept = true;
+            chained = 0;
+        }
+        chained += {{ keys }};
+{% endif %}
 {% if not prefetch %}
 {{ fetch("k", q_vectors, q_row, "tile_first") }}
 {{ fetch("v", v_vectors, v_row, "tile_first") }}
@@ -398,6 +452,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         }
     }
 
+{% if chained %}
+    var kept_factor = exp2(kept_reference - reference);
+    total = fma(kept_total, kept_factor, total);
+{% endif %}
     let empty = total == 0.0;
     var factor = 1.0;
 {% if variant.sink %}
@@ -412,32 +470,41 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var row_lse = fma(reference, LN2, log(total));
     if (empty) { row_lse = negative_infinity(); }
     factor = select(factor / total, 0.0, empty);
+{% if chained %}
+    kept_factor *= factor;
+{% endif %}
 {% if variant.lengths or variant.packed %}
     if (bad) { row_lse = not_a_number(); }
 {% endif %}
     if (lane < {{ rows }}u && inside) {
         store_lse(batch * params.lse_b + head * params.lse_h + row, row_lse);
     }
-{% if not subgroups %}
-    workgroupBarrier();
-    factors[thread] = factor;
-    workgroupBarrier();
-{% endif %}
-    let out_base = batch * params.out_b + head * params.out_h;
+{{ tell("factor") }}
 {% for i in range(rows) %}
-    {
-        let factor{{ i }} = {{ "factor" if i == 0 else ("subgroupShuffleXor(factor, %du)" if subgroups else "factors[thread ^ %du]") % i }};
-        if (inside{{ i }}) {
-{% for n in range(v_each) %}
-            {{ "if (lane + %du < %du) " % (n * lanes, v_vectors) if (n + 1) * lanes > v_vectors else "" }}{
-                var result = select(out{{ i }}_{{ n }} * factor{{ i }}, vec4<f32>(), factor{{ i }} == 0.0);
-{% if variant.lengths or variant.packed %}
-                if (bad) { result = vec4<f32>(not_a_number()); }
-{% endif %}
-                store_out(out_base + row{{ i }} * params.out_s + lane + {{ n * lanes }}u, result);
-            }
+    let factor{{ i }} = {{ told("factor", i) }};
 {% endfor %}
+{% if chained %}
+{{ tell("kept_factor") }}
+{% for i in range(rows) %}
+    let kept_factor{{ i }} = {{ told("kept_factor", i) }};
+{% endfor %}
+{% endif %}
+{% for i in range(rows) %}
+    if (inside{{ i }}) {
+{% for n in range(v_each) %}
+        {{ "if (lane + %du < %du) " % (n * lanes, v_vectors) if (n + 1) * lanes > v_vectors else "" }}{
+            let at = out_base + row{{ i }} * params.out_s + lane + {{ n * lanes }}u;
+            var result = out{{ i }}_{{ n }} * factor{{ i }};
+{% if chained %}
+            if (has_kept) { result = fma(load_out(at), vec4<f32>(kept_factor{{ i }}), result); }
+{% endif %}
+            result = select(result, vec4<f32>(), factor{{ i }} == 0.0);
+{% if variant.lengths or variant.packed %}
+            if (bad) { result = vec4<f32>(not_a_number()); }
+{% endif %}
+            store_out(at, result);
         }
+{% endfor %}
     }
 {% endfor %}
 }
