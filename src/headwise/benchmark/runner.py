@@ -141,7 +141,12 @@ def _run(result: CaseResult, suite: BenchSuite, plan: timing.Plan, judged: bool,
         sets += [inputs.placed(case.make(maker), suite.device) for _ in range(more)]
     runners, grad_out = _bind_all(result, sets, maker)
 
-    result.detail = _refusal(result, runners, arguments, grad_out)
+    result.detail = _refusal(
+        result,
+        runners,
+        inputs.checkable(arguments, suite.device),
+        inputs.checkable(inputs.fetched(grad_out), suite.device),
+    )
     if result.detail:
         result.status = "refused"
         return
@@ -294,7 +299,6 @@ def _capture(lap: timing.Action, first: Call) -> timing.Action:
 def _refusal(result: CaseResult, runners: dict[str, _Runner], arguments: Arguments, grad_out: Tensor | None) -> str:
     """Why the case may not be reported; empty where all is well."""
     case = result.case
-    grad_out = inputs.fetched(grad_out)
     ours = runners[OURS].once()
     picked = case.check.pick(ours)
     truth = case.check.compute(upcast(arguments, torch.float64), grad_out)
