@@ -39,7 +39,7 @@ test: $(STAMP)
 	@PYTHON=$(PYTHON) scripts/system-packages $(TEST_PACKAGES)
 	$(PYTEST) -k "not webgpu" $(PYTEST_ARGS)
 	@echo "headwise: the WebGPU kernels"
-	$(PYTEST) -k webgpu
+	$(PYTEST) -k webgpu --hypothesis-profile=software
 	@echo "headwise: the WebGPU kernels with what every WebGPU device has, and no more"
 	HEADWISE_WEBGPU_TIER=A $(PYTEST) -k webgpu tests/test_conformance.py tests/test_attention_inputs.py
 	@echo "headwise: the WebGPU kernels on tensors that are larger than a kernel may bind"

@@ -36,12 +36,21 @@ class Settings:
             triton_interpret=_is_on("TRITON_INTERPRET"),
             webgpu_adapter=os.environ.get("HEADWISE_WEBGPU_ADAPTER") or None,
             webgpu_tier=os.environ.get("HEADWISE_WEBGPU_TIER") or None,
-            webgpu_binding_bytes=int(os.environ.get("HEADWISE_WEBGPU_BINDING") or 0) or None,
+            webgpu_binding_bytes=_bytes("HEADWISE_WEBGPU_BINDING", least=4096),
         )
 
 
 def _is_on(variable: str) -> bool:
     return os.environ.get(variable, "") not in ("", "0")
+
+
+def _bytes(variable: str, least: int) -> int | None:
+    value = os.environ.get(variable)
+    if not value:
+        return None
+    if not value.isdigit() or int(value) < least:
+        raise ValueError(f"{variable}={value!r}; it needs to be a number of bytes, at least {least}")
+    return int(value)
 
 
 # Read once: a call must not pay for a look into the environment. Tests set the fields.

@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 
+def _readable(values: Tensor) -> Tensor:
+    """``values``, or a copy where PyTorch can look at them: a `headwise.webgpu.Array` compares nothing."""
+    return values.torch() if hasattr(values, "headwise_device") else values  # type: ignore[operator]
+
+
 def in_range(op: str, name: str, values: Tensor, high: int, allowed: int | None = None) -> None:
     """Raise a ValueError that names the first of ``values`` outside [0, high), unless it equals ``allowed``."""
+    values = _readable(values)
     bad = (values < 0) | (values >= high)
     if allowed is not None:
         bad &= values != allowed
@@ -44,6 +50,7 @@ def packed(op: str, name: str, cu_seqlens: Tensor, total: int, longest: int) -> 
 
 def pages(op: str, block_table: Tensor, lengths: Tensor, page_size: int, pages: int) -> None:
     """Every entry that a sequence's length makes it read names a page that exists."""
+    block_table, lengths = _readable(block_table), _readable(lengths)
     needed = (lengths.long() + page_size - 1) // max(page_size, 1)
     used = torch.arange(block_table.shape[1], device=block_table.device)[None, :] < needed[:, None]
     bad = used & ((block_table < 0) | (block_table >= pages))
@@ -56,6 +63,7 @@ def pages(op: str, block_table: Tensor, lengths: Tensor, page_size: int, pages: 
 
 
 def rows(op: str, values: Tensor, limit: int) -> None:
+    values = _readable(values)
     bad = (values < -limit) | (values >= limit)
     if bad.any():
         index = int(bad.nonzero()[0])

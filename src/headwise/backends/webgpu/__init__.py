@@ -48,6 +48,8 @@ def unavailable() -> str | None:
         runtime.device()
     except adapter.NoAdapter as error:
         return str(error)
+    except Exception as error:  # a driver that refuses, a setting that names what is not there: a reason, not a crash
+        return f"its device could not be opened: {error}"
     return None
 
 

@@ -31,6 +31,10 @@ MOST_GROUPS = 65535  # in one dimension of a grid
 _BEST_FIRST = ("DiscreteGPU", "IntegratedGPU", "VirtualGPU", "CPU", "Unknown")
 
 
+# The narrowest subgroup that a vendor's compilers choose, where it varies from kernel to kernel (Intel, AMD).
+NARROWEST_SUBGROUP = {0x8086: 8, 0x1002: 32}
+
+
 class NoAdapter(RuntimeError):
     """No GPU that WebGPU could run on. The message says what to install, or which adapters there are."""
 
@@ -113,8 +117,8 @@ def capabilities(adapter: Any) -> Capabilities:
         workgroup_memory=FLOOR_WORKGROUP_MEMORY if floor else limits["max-compute-workgroup-storage-size"],
         workgroup_threads=FLOOR_WORKGROUP_THREADS if floor else limits["max-compute-invocations-per-workgroup"],
         storage_buffers=FLOOR_STORAGE_BUFFERS,
-        binding_bytes=min(binding, settings.webgpu_binding_bytes or binding),
-        buffer_bytes=limits["max-buffer-size"],
+        binding_bytes=min(binding, (settings.webgpu_binding_bytes or binding) // 256 * 256),
+        buffer_bytes=limits["max-buffer-size"] // 256 * 256,
         offset_alignment=max(limits["min-storage-buffer-offset-alignment"], 16),
         timestamps="timestamp-query" in adapter.features,
     )

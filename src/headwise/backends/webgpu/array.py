@@ -42,30 +42,50 @@ class Array(Tensor):
         return made
 
     def torch(self) -> Tensor:
-        """A copy on the CPU. Waits for the GPU."""
+        """A copy on the CPU. Waits for the GPU. Gradients find their way back."""
+        if self.requires_grad and torch.is_grad_enabled():
+            return _Readback.apply(self)  # type: ignore[no-any-return]
+        return self._read()
+
+    def _read(self) -> Tensor:
         device = self._usable()
-        with device.lock, runtime.explained_loss():
+        with device.lock, device.explained_loss:
             return device.read(self._region)
 
     async def torch_async(self) -> Tensor:
         """As `torch`, to be awaited: other coroutines run while the GPU works."""
         device = self._usable()
-        with runtime.explained_loss():
+        with device.explained_loss:
             return await device.read_async(self._region)
 
     def numpy(self, *, force: bool = False) -> Any:
         """A copy as a numpy array. bfloat16, which numpy does not know, comes as float32."""
-        copy = self.torch()
+        copy = self._read()
         return (copy.float() if copy.dtype == torch.bfloat16 else copy).numpy()
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.torch()
 
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        target = kwargs.get("device", args[0] if args else None)
+        if isinstance(target, (str, torch.device)) and torch.device(target).type == "cpu":
+            rest = {name: value for name, value in kwargs.items() if name != "device"}
+            return self.torch().to(*args[1:], **rest)
+        return super().to(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Array:
+        made = self.detach().clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        return made  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a headwise.webgpu.Array lives on the GPU and cannot be saved or sent; save x.torch()")
+
     def tolist(self) -> Any:
-        return self.torch().tolist()
+        return self._read().tolist()
 
     def item(self) -> Any:
-        return self.torch().item()
+        return self._read().item()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.asarray(self.numpy(), dtype)
@@ -99,19 +119,48 @@ class Array(Tensor):
 
 
 def array(tensor: Tensor | Any) -> Array:
-    """A copy of a CPU tensor (or of anything `torch.as_tensor` takes) on the GPU."""
+    """A copy of a CPU tensor (or of anything `torch.as_tensor` takes) on the GPU.
+
+    Of a leaf that wants gradients it is a leaf of its own; through a copy of a result, gradients flow back.
+    """
     if isinstance(tensor, Array):
         return tensor
     if not isinstance(tensor, Tensor):
         tensor = torch.as_tensor(tensor)
     if tensor.device.type != "cpu":
         raise ValueError(f"array: the tensor is on {tensor.device}; it needs to be on cpu to go to WebGPU")
+    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+        return _Upload.apply(tensor)  # type: ignore[no-any-return]
     device = runtime.device()
-    with device.lock, runtime.explained_loss():
+    with device.lock, device.explained_loss:
         made = Array(device.upload(tensor), device)
     if tensor.requires_grad:
         made.requires_grad_()
     return made
+
+
+class _Readback(torch.autograd.Function):
+    """An array on the CPU; its gradient goes up again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Array) -> Tensor:
+        return x._read()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Array:  # type: ignore[override]
+        return array(grad)
+
+
+class _Upload(torch.autograd.Function):
+    """A CPU tensor on the GPU; its gradient comes down again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Array:
+        return array(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Array) -> Tensor:  # type: ignore[override]
+        return grad._read()
 
 
 def launcher(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,7 +172,7 @@ def launcher(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def launch(*arguments: Any) -> Any:
         device = runtime.device()
-        with device.lock, runtime.explained_loss():
+        with device.lock, device.explained_loss:
             key: list[Any] = [function]
             storages: list[Storage] = []
             for argument in arguments:
@@ -134,6 +183,13 @@ def launcher(function: Callable[..., Any]) -> Callable[..., Any]:
                     # Which arguments lie in one memory is part of what a call is.
                     key.append((storages.index(region.storage) if region.storage in storages else -1, region.key))
                     storages.append(region.storage)
+                elif isinstance(argument, list) and all(type(x) is Array and x._device is device for x in argument):
+                    for x in argument:
+                        region = x._region
+                        known_at = storages.index(region.storage) if region.storage in storages else -1
+                        key.append((known_at, region.key))
+                        storages.append(region.storage)
+                    key.append(len(argument))
                 elif isinstance(argument, (Tensor, list)):
                     return _launch_anew(device, function, arguments)
                 else:
@@ -157,13 +213,19 @@ def _launch_and_keep(
 ) -> Any:
     device.trace = trace = runtime.Trace()
     try:
-        results = function(device, *(a._region if isinstance(a, Array) else a for a in arguments))
+        results = function(device, *(_region_of(a) for a in arguments))
     finally:
         device.trace = None
     plan = replay.plan_of(trace, given, results)
     if plan is not None:
         replay.keep(device, key, plan)
     return _given(results, lambda region: Array(region, device))
+
+
+def _region_of(argument: Any) -> Any:
+    if isinstance(argument, list):
+        return [x._region for x in argument]
+    return argument._region if isinstance(argument, Array) else argument
 
 
 def _launch_anew(device: runtime.Device, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

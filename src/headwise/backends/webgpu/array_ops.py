@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from headwise.backends.webgpu.storage import Region
 aten = torch.ops.aten
 
 _VIEWS = (
-    aten.alias.default, aten.detach.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
+    aten.alias.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
     aten.transpose.int, aten.t.default, aten.permute.default, aten.slice.Tensor, aten.select.int,
     aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
     aten.as_strided.default, aten.split.Tensor, aten.unbind.int, aten.split_with_sizes.default, aten.chunk.default,
@@ -40,6 +41,22 @@ def _view(func: Any) -> Callable[..., Any]:
     return view
 
 
+def _detach(x: Array) -> Array:
+    """A view; but of a gradient whose memory others refer to, a copy.
+
+    Autograd keeps what it detaches as somebody's ``.grad`` and adds to it in place later: that must not be the memory of
+    another gradient (one of ``x`` and of ``w`` in ``x + w.t()``).
+    """
+    storage = x._region.storage
+    in_backward = torch._C._current_graph_task_id() != -1
+    if in_backward and not x.requires_grad and sys.getrefcount(storage) > _ONE_OWNER:
+        return _clone(x)
+    return Array(x._region, x._device)
+
+
+_ONE_OWNER = 3  # references to a storage: of its region, of a local name, of the call that counts
+
+
 def _view_dtype(x: Array, dtype: torch.dtype) -> Array:
     """The same bits under another name."""
     if dtype.itemsize != x.dtype.itemsize:
@@ -49,24 +66,33 @@ def _view_dtype(x: Array, dtype: torch.dtype) -> Array:
 
 def _clone(x: Array, memory_format: Any = None) -> Array:
     device = x._usable()
-    with device.lock, runtime.explained_loss():
+    with device.lock, device.explained_loss:
         return Array(copies.copied(device, x._region), device)
 
 
+def _stays(device: Any) -> None:
+    if device is not None and torch.device(device).type != "meta":
+        raise NotImplementedError(
+            f"headwise: a tensor on {device} like a headwise.webgpu.Array; make it like x.torch()"
+        )
+
+
 def _filled(value: float) -> Callable[..., Any]:
-    def like(x: Array, *sizes: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Array:
+    def like(x: Array, *sizes: Any, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Array:
+        _stays(device)
         device = x._usable()
         shape = tuple(sizes[0]) if sizes else tuple(x.shape)
-        with device.lock, runtime.explained_loss():
+        with device.lock, device.explained_loss:
             return Array(copies.full(device, shape, value, dtype or x.dtype), device)
 
     return like
 
 
-def _empty(x: Array, *sizes: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Array:
+def _empty(x: Array, *sizes: Any, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Array:
+    _stays(device)
     device = x._usable()
     shape = tuple(sizes[0]) if sizes else tuple(x.shape)
-    with device.lock, runtime.explained_loss():
+    with device.lock, device.explained_loss:
         return Array(device.empty(shape, dtype or x.dtype), device)
 
 
@@ -75,7 +101,7 @@ def _empty_strided(x: Array, size: Any, stride: Any, dtype: torch.dtype | None =
     shape, strides = tuple(size), tuple(stride)
     if 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) > max(math.prod(shape), 1):
         raise NotImplementedError(f"headwise: an Array of shape {shape} with strides {strides}, which leave gaps")
-    with device.lock, runtime.explained_loss():
+    with device.lock, device.explained_loss:
         return Array(device.empty(shape, dtype or x.dtype, strides), device)
 
 
@@ -84,7 +110,7 @@ def _copy_in_place(y: Array, x: Any, non_blocking: bool = False) -> Array:
     if not (isinstance(x, Array) and isinstance(y, Array)) or x.shape != y.shape or x.dtype != y.dtype:
         raise NotImplementedError("headwise: copying into an Array needs another of its shape and dtype")
     device = y._usable()
-    with device.lock, runtime.explained_loss():
+    with device.lock, device.explained_loss:
         source, target = x._region, y._region
         order = sorted(range(len(target.shape)), key=lambda d: -target.strides[d])
         source, target = (
@@ -94,25 +120,66 @@ def _copy_in_place(y: Array, x: Any, non_blocking: bool = False) -> Array:
             raise NotImplementedError("headwise: copying into a part of an Array")
         if source.storage is target.storage:
             source = copies.copied(device, source)
-        copies.copy_into(device, source, target)
+        copies.copy_into(device, source, target, part=True)
     return y
 
 
+_ADDED = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
+
+
 def _add(a: Array, b: Any, *, alpha: float = 1) -> Array:
-    if not (isinstance(a, Array) and isinstance(b, Array)) or a.shape != b.shape or a.dtype != b.dtype or alpha != 1:
+    alike = isinstance(a, Array) and isinstance(b, Array) and a.shape == b.shape and a.dtype == b.dtype
+    if not alike or alpha != 1 or a.dtype not in _ADDED:
         raise NotImplementedError(
-            "headwise: adding arrays on WebGPU needs two of one shape and dtype; bring them back with .torch() first"
+            "headwise: adding arrays on WebGPU needs two of one shape and dtype, of floats or int32; "
+            "bring them back with .torch() first"
         )
     return _sum(a, b)
 
 
 def _add_in_place(a: Array, b: Any, *, alpha: float = 1) -> Array:
-    total = _add(a, b, alpha=alpha)
-    if torch._C._current_graph_task_id() == -1:
-        return _copy_in_place(a, total)
-    # A gradient that another one is added to: its memory may be that of the gradient of something else, and is left alone.
-    a._region = total._region
-    return a
+    return _copy_in_place(a, _add(a, b, alpha=alpha))
+
+
+def _slice_backward(grad: Array, sizes: Any, dim: int, start: int, end: int, step: int) -> Array:
+    return _placed(grad, sizes, dim, slice(start, end).indices(sizes[dim])[0], step)
+
+
+def _select_backward(grad: Array, sizes: Any, dim: int, index: int) -> Array:
+    dim %= len(sizes)
+    return _placed(grad.unsqueeze(dim), sizes, dim, index % sizes[dim], 1)
+
+
+def _placed(grad: Array, sizes: Any, dim: int, start: int, step: int) -> Array:
+    """Zeros, and the gradient of a part where that part was."""
+    device = grad._usable()
+    with device.lock, device.explained_loss:
+        y = copies.full(device, tuple(sizes), 0.0, grad.dtype)
+        copies.place(device, grad._region, y, dim % len(sizes), start, step)
+        return Array(y, device)
+
+
+def _cat(tensors: Any, dim: int = 0) -> Array:
+    first = next(x for x in tensors if isinstance(x, Array))
+    # Autograd fills in zeros for a part of a split that nothing depends on; without memory, as it thinks arrays are.
+    filled_in = torch._C._current_graph_task_id() != -1
+    if any(x.dtype != first.dtype or not (isinstance(x, Array) or (filled_in and x.is_meta)) for x in tensors):
+        raise NotImplementedError("headwise: joining arrays needs all of them on WebGPU, of one dtype")
+    device, dim = first._usable(), dim % first.dim()
+    shape = list(first.shape)
+    shape[dim] = sum(x.shape[dim] for x in tensors)
+    with device.lock, device.explained_loss:
+        y, start = device.empty(tuple(shape), first.dtype), 0
+        for x in tensors:
+            part = x._region if isinstance(x, Array) else copies.full(device, x.shape, 0.0, x.dtype)
+            copies.place(device, part, y, dim, start)
+            start += x.shape[dim]
+        return Array(y, device)
+
+
+def _stack(tensors: Any, dim: int = 0) -> Array:
+    dim %= tensors[0].dim() + 1
+    return _cat([x.unsqueeze(dim) for x in tensors], dim)
 
 
 @launcher
@@ -142,6 +209,7 @@ def _to_copy(x: Array, *, dtype: torch.dtype | None = None, device: Any = None, 
 
 KNOWN: dict[Any, Callable[..., Any]] = {
     **{func: _view(func) for func in _VIEWS},
+    aten.detach.default: _detach,
     aten.view.dtype: _view_dtype,
     aten.clone.default: _clone,
     aten.zeros_like.default: _filled(0.0),
@@ -154,5 +222,9 @@ KNOWN: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy_in_place,
     aten.add.Tensor: _add,
     aten.add_.Tensor: _add_in_place,
+    aten.slice_backward.default: _slice_backward,
+    aten.select_backward.default: _select_backward,
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
     aten._to_copy.default: _to_copy,
 }

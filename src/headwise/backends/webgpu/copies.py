@@ -29,7 +29,7 @@ def _word(value: float, dtype: torch.dtype) -> int:
     if dtype == torch.bfloat16:
         bits = struct.pack("<f", value)[2:]
     elif dtype in _FORMATS:
-        bits = struct.pack("<" + _FORMATS[dtype], value)
+        bits = struct.pack("<" + _FORMATS[dtype], int(value) if dtype == torch.int32 else value)
     elif value == 0:
         bits = b"\0"
     else:
@@ -60,8 +60,11 @@ def copy_flat(device: Device, x: Region, y: Region) -> None:
         device.run(device.kernel("copy_flat"), -(-count // 256), (count,), x=source, y=target)
 
 
-def copy_into(device: Device, x: Region, y: Region) -> None:
-    """Copy x into y, which is contiguous and of its shape but for the last dim: that is cut, or filled with zeros."""
+def copy_into(device: Device, x: Region, y: Region, part: bool = False) -> None:
+    """Copy x into y, which is contiguous and of its shape but for the last dim: that is cut, or filled with zeros.
+
+    ``part``: y is part of something larger, which may go on in the middle of a word.
+    """
     if len(x.shape) > _MOST_DIMS:
         raise NotImplementedError(f"copying a tensor of {len(x.shape)} dims; WebGPU kernels take up to {_MOST_DIMS}")
     if not y.numel:
@@ -73,7 +76,7 @@ def copy_into(device: Device, x: Region, y: Region) -> None:
     low, high = x.span()
     sizes = (*y.shape[1:], x.shape[-1], *x.strides)
     most = (device.capabilities.binding_bytes - 512) // x.itemsize
-    if max(high - low, y.numel) <= most:
+    if max(high - low, y.numel) <= most and not (part and y.numel % per_word):
         kernel = device.kernel("copy", bytes=x.itemsize, boxed=False)
         device.run(kernel, -(-y.numel // (256 * per_word)), (*sizes, y.numel), x=x, y=y)
         return
@@ -118,3 +121,18 @@ def _span_of(x: Region, box: _Box) -> tuple[int, int]:
         first += max(min(low, size - 1), 0) * stride  # columns beyond x are zeros, and not read
         last += max(min(high, size) - 1, 0) * stride
     return first, last + 1
+
+
+def place(device: Device, x: Region, y: Region, dim: int, start: int, step: int = 1) -> None:
+    """Copy x into the part ``y[…, start::step, …]`` of contiguous y along ``dim``; the rest of y stays."""
+    x = contiguous(device, x)
+    if x.numel == 0:
+        return
+    inner = 1
+    for size in y.shape[dim + 1 :]:
+        inner *= size
+    per_word = max(1, 4 // y.itemsize)
+    parameters = (y.shape[dim] * inner, inner, x.shape[dim], start, step, y.numel)
+    device.run(
+        device.kernel("place", bytes=y.itemsize), -(-y.numel // (256 * per_word)), parameters, x=x, y=y
+    )  # fmt: skip

@@ -26,6 +26,7 @@ from headwise.backends.webgpu.storage import Pool, Region, Storage, contiguous_s
 # Dispatches recorded before the GPU is given them: few enough that it does not wait for the host, many enough that
 # submitting costs little each.
 _MOST_RECORDED = 64
+_MOST_STAGING = 1 << 28  # bytes of free staging buffers that are kept
 _MOST_CACHED = 4096  # bind groups and parameter blocks
 _MOST_PASSES_TIMED = 512
 
@@ -74,6 +75,7 @@ class Device:
         self.capabilities = adapters.capabilities(adapter)
         self.gpu = adapters.open_device(adapter, self.capabilities)
         self.lock = threading.RLock()
+        self.explained_loss = _ExplainedLoss(self)
         self.pool = Pool(self.gpu, self.capabilities.buffer_bytes, self.capabilities.name, self.flush)
         self.counts = Counts()
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
@@ -100,9 +102,10 @@ class Device:
         self.counts = Counts()
         if out_of_order or size < 4:
             return capabilities._replace(tier="B", subgroup_size=0)
-        reported = capabilities.subgroup_size
-        # Where sizes vary from kernel to kernel the smallest counts; 4 is what is reported for want of knowledge.
-        return capabilities._replace(subgroup_size=size if reported <= 4 else min(reported, size))
+        # Some compilers choose a width kernel by kernel: what counts is the smallest that the vendor's may choose.
+        return capabilities._replace(
+            subgroup_size=min(size, adapters.NARROWEST_SUBGROUP.get(capabilities.vendor, size))
+        )
 
     # ------------------------------------------------------------------------------------------------------- kernels
 
@@ -340,7 +343,10 @@ class Device:
         to = _bytes_of(tensor.as_strided((_span(tensor),), (1,)))
         to[:] = data[skip : skip + to.nbytes]
         staging.unmap()
-        self._staging.setdefault(staging.size, []).append(staging)
+        if sum(size * len(free) for size, free in self._staging.items()) + staging.size > _MOST_STAGING:
+            staging.destroy()
+        else:
+            self._staging.setdefault(staging.size, []).append(staging)
 
     def _take_staging(self, size: int) -> Any:
         rounded = max(4096, 1 << (size - 1).bit_length()) if size < 1 << 26 else size
@@ -448,15 +454,22 @@ def counts() -> Counts:
     return replace(_current.counts) if _current is not None else Counts()
 
 
-def forget() -> None:
-    """Drop the device: the next call opens one anew. What lives on the old one cannot be used any more."""
+def forget(lost: Device | None = None) -> None:
+    """Drop the device: the next call opens one anew. What lives on the old one cannot be used any more.
+
+    ``lost``: only this one; somebody else may have opened another already.
+    """
     global _current
     with _opening:
-        _current = None
+        if lost is None or _current is lost:
+            _current = None
 
 
 class _ExplainedLoss:
     """Turns the errors of a device that went away into one that says what to do. A class: calls enter it often."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
 
     def __enter__(self) -> None:
         pass
@@ -466,15 +479,8 @@ class _ExplainedLoss:
             return
         if "lost" not in str(error).lower():
             return
-        forget()
+        forget(self._device)
         raise DeviceLost(
             "the GPU was lost during this call (a driver reset, a kernel that ran too long, or a removed device). "
             "The next call opens it again; arrays that lived on it are gone, make them anew with headwise.webgpu.array"
         ) from error
-
-
-_explained_loss = _ExplainedLoss()
-
-
-def explained_loss() -> _ExplainedLoss:
-    return _explained_loss

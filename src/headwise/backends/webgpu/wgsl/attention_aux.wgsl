@@ -14,8 +14,9 @@
 {{ params("batch: u32, heads: u32, longest: i32, length_stride: u32, sink_stride: u32") }}
 
 @compute @workgroup_size(64)
-fn main(@builtin(global_invocation_id) at: vec3<u32>) {
-    let i = at.x;
+fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
+        @builtin(local_invocation_index) thread: u32) {
+    let i = (workgroup.x + workgroup.y * workgroups.x) * 64u + thread;
 {% if lengths %}
     if (i < params.batch) {
         let length = load_lengths(i * params.length_stride);

@@ -42,8 +42,12 @@
 {{ params("blocks: u32, first_row: u32, rows: u32, q_b: u32, q_h: u32, q_s: u32, k_b: u32, k_h: u32, k_s: u32, v_b: u32, v_h: u32, v_s: u32, out_b: u32, out_h: u32, out_s: u32, lse_b: u32, lse_h: u32, " ~ scores.fields(variant)) }}
 {{ scores.functions(variant) }}
 {{ scores.logits(variant) }}
-// How far a row's maximum may rise (in powers of two) above the reference of its weights before they are brought down.
+// How far a row's maximum may rise above the reference of its weights before they are brought down.
 const SLACK = 8.0;
+{# References are natural where there is a bias, and powers of two elsewhere (scores.wgsl says why). No logit that is seen
+   has one below the first. #}
+{% set to_powers = " * LOG2E" if variant.bias else "" %}
+{% set first_reference = "LOWEST" if variant.bias else "HIDDEN" %}
 
 // One array for each of the keys that are unrolled: the compiler then checks an index once, and not once for each key.
 {% for x in range(unroll) %}
@@ -229,13 +233,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var out{{ i }}_{{ n }} = vec4<f32>();
 {% endfor %}
 {% endfor %}
-    // Of this lane's own row: weights are powers of two, 2^(logit · log2(e) - reference).
-    var reference = HIDDEN;
+    // Of this lane's own row: weights are powers of two, 2^({{ "(logit - reference) · log2(e)" if variant.bias else "logit · log2(e) - reference" }}).
+    var reference = {{ first_reference }};
     var total = 0.0;
 {% if chained %}
     // What memory holds of this row: its sum of weights, and the reference of both.
     var kept_total = 0.0;
-    var kept_reference = HIDDEN;
+    var kept_reference = {{ first_reference }};
     var chained = 0;
     var has_kept = false;
 {% endif %}
@@ -250,7 +254,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     for (var tile_first = first; tile_first < past; tile_first += {{ keys }}) {
 {% if chained %}
         if (chained >= {{ chain }}) {
-            let kept_shrink = exp2(kept_reference - reference);
+            let kept_shrink = exp2((kept_reference - reference){{ to_powers }});
             kept_total = fma(kept_total, kept_shrink, total);
             kept_reference = reference;
             total = 0.0;
@@ -361,11 +365,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% for x in range(1, unroll) %}
             highest = max(highest, logit{{ x }});
 {% endfor %}
+{% if not variant.bias %}
             highest *= LOG2E;
+{% endif %}
 {% if subgroups %}
             if (subgroupAny(highest > reference + SLACK)) {
                 let higher = max(highest, reference);
-                let shrink = exp2(reference - higher);
+                let shrink = exp2((reference - higher){{ to_powers }});
                 reference = higher;
                 total *= shrink;
 {% for i in range(rows) %}
@@ -378,13 +384,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% else %}
             var shrink = 1.0;
             if (highest > reference + SLACK) {
-                shrink = exp2(reference - highest);
+                shrink = exp2((reference - highest){{ to_powers }});
                 reference = highest;
                 total *= shrink;
             }
 {% endif %}
 {% for x in range(unroll) %}
-            {{ "var" if hides else "let" }} weight{{ x }} = exp2(fma(logit{{ x }}, LOG2E, -reference));
+            {{ "var" if hides else "let" }} weight{{ x }} = exp2({{ "(logit%d - reference) * LOG2E" % x if variant.bias else "fma(logit%d, LOG2E, -reference)" % x }});
 {% endfor %}
             total += {% for x in range(unroll) %}{{ " + " if x else "" }}weight{{ x }}{% endfor %};
 {% if hides %}
@@ -453,21 +459,21 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
 
 {% if chained %}
-    var kept_factor = exp2(kept_reference - reference);
+    var kept_factor = exp2((kept_reference - reference){{ to_powers }});
     total = fma(kept_total, kept_factor, total);
 {% endif %}
     let empty = total == 0.0;
     var factor = 1.0;
 {% if variant.sink %}
     if (!empty) {
-        let at_sink = sink_of(head) * LOG2E;
+        let at_sink = sink_of(head){{ "" if variant.bias else " * LOG2E" }};
         let higher = max(reference, at_sink);
-        factor = exp2(reference - higher);
-        total = total * factor + exp2(at_sink - higher);
+        factor = exp2((reference - higher){{ to_powers }});
+        total = total * factor + exp2((at_sink - higher){{ to_powers }});
         reference = higher;
     }
 {% endif %}
-    var row_lse = fma(reference, LN2, log(total));
+    var row_lse = {{ "reference + log(total)" if variant.bias else "fma(reference, LN2, log(total))" }};
     if (empty) { row_lse = negative_infinity(); }
     factor = select(factor / total, 0.0, empty);
 {% if chained %}

@@ -35,13 +35,16 @@ fn of_head(head: u32, thread: u32) -> f32 {
 }
 
 @compute @workgroup_size(256)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
-    let head = workgroup.x * 2u;
+fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
+        @builtin(local_invocation_index) thread: u32) {
+    let pair = workgroup.x + workgroup.y * workgroups.x;
+    let head = pair * 2u;
+    if (head >= params.heads) { return; }
     sums[thread] = vec2<f32>(of_head(head, thread), of_head(min(head + 1u, params.heads - 1u), thread));
     workgroupBarrier();
     for (var reach = 128u; reach > 0u; reach /= 2u) {
         if (thread < reach) { sums[thread] += sums[thread + reach]; }
         workgroupBarrier();
     }
-    if (thread == 0u) { store_dsink(workgroup.x, sums[0]); }
+    if (thread == 0u) { store_dsink(pair, sums[0]); }
 }

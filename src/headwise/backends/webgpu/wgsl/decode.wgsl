@@ -15,6 +15,7 @@
 // variables: dtype, lengths (its dtype), page (keys of one, 0: no pages), ranged (the pool of pages is bound in several
 // ranges), several (Sq > 1), left, cap, d4, dv4 (vectors of four in a row), lanes, slots (teams that share the keys), sets
 // (of rows), rows (of a thread), keys (of a team at once), subgroups, at_once (vectors of a thread that teams exchange at once)
+{% import "scores.wgsl" as scores with context %}
 {% set teams = slots * sets %}
 {% set threads = teams * lanes %}
 {% set columns = (d4 + lanes - 1) // lanes %}
@@ -48,8 +49,7 @@ var<workgroup> partial: array<f32, {{ teams * pairs * (lanes + 1) }}>; // one mo
 var<workgroup> sums: array<f32, {{ teams * pairs }}>;
 {% endif %}
 
-fn negative_infinity() -> f32 { var bits = 0xff800000u; return bitcast<f32>(bits); }
-fn not_a_number() -> f32 { var bits = 0x7fc00000u; return bitcast<f32>(bits); }
+{{ scores.no_numbers() }}
 
 {# The vector of a row that is this lane's number c: `{{ column(…) }}`, and zeros past the end of a row. #}
 {% macro column(load, at, c, size) -%}
@@ -67,9 +67,7 @@ fn result_of(batch: u32, key_head: u32, row: u32) -> u32 {
 }
 
 {% if cap %}
-fn capped(logit: f32) -> f32 {
-    return params.softcap * LOG2E * tanh(clamp(logit / params.softcap, -15.0, 15.0));
-}
+{{ scores.capping() }}
 {% endif %}
 {% if page %}
 fn page_of(batch: u32, key: i32) -> i32 {
@@ -239,7 +237,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {% else %}
         let seen_{{ j }}_{{ r }} = there_{{ j }};
 {% endif %}
-        s_{{ j }}_{{ r }} = select(LOWEST, {{ "capped(s_%d_%d)" % (j, r) if cap else "s_%d_%d" % (j, r) }}, seen_{{ j }}_{{ r }});
+        s_{{ j }}_{{ r }} = select(LOWEST, {{ "cap(s_%d_%d) * LOG2E" % (j, r) if cap else "s_%d_%d" % (j, r) }}, seen_{{ j }}_{{ r }});
 {% endfor %}
         let higher_{{ r }} = {% for j in range(keys) %}max(s_{{ j }}_{{ r }}, {% endfor %}highest_{{ r }}{{ ")" * keys }};
         let shrink_{{ r }} = exp2(highest_{{ r }} - higher_{{ r }});

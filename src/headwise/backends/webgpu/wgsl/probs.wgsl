@@ -4,7 +4,7 @@
 //   stats   (B, Hq, count) records of two vectors of four words:
 //             row of q, first key it may see, one past the last, 1 if its row or its length makes no sense
 //             reference, scaling, delta, and what the row adds to the gradient of its head's sink, all float32
-//           a probability is exp2(logit - reference) · scaling, delta the sum of probability times gradient
+//           a probability is exp(logit - reference) · scaling, delta the sum of probability times gradient
 //   to      (B, Hq, count, columns): the probabilities p, or, given grad, the gradients of q·k:
 //           p (grad - delta) · slope of the cap · scale; columns from Sk on are zeros
 //   raw     float32, the same without slope and scale: the gradients of what a bias is added to
@@ -41,9 +41,7 @@
            first_line: u32, d4: u32, row_stride: u32, q_b: u32, q_h: u32, q_s: u32, k_b: u32, k_h: u32, k_s: u32,
            g_b: u32, g_h: u32, g_q: u32, g_k: u32, " ~ scores.fields(variant)) }}
 {{ scores.functions(variant) }}
-
-const LOWEST = -3.4028234e38f;
-const LOG2E = 1.4426950408889634f;
+{{ scores.logits(variant) }}
 
 // [row, 4 vectors of the head dim], and one unused: no two rows share a bank.
 var<workgroup> q_tile: array<vec4<f32>, {{ 16 * micro * 5 }}>;
@@ -121,13 +119,12 @@ fn in_view(batch: u32, head: u32, row: u32, key: u32, seen: bool) -> bool {
 }
 {% endif %}
 
-// A logit before the bias, natural, and with it, in powers of two.
-fn capped(product: f32) -> f32 {
-    return {{ "cap(product * params.scale)" if variant.cap else "product * params.scale" }};
+// The logit of a pair, from the one before the bias.
+fn whole_logit(capped: f32, batch: u32, head: u32, row: u32, key: u32) -> f32 {
+    return {{ "biased(capped, bias_of(batch, head, row, key))" if variant.bias else "capped" }};
 }
-fn logit_of(capped: f32, batch: u32, head: u32, row: u32, key: u32) -> f32 {
-    return (capped{% if variant.bias %} + bias_of(batch, head, row, key){% endif %}) * LOG2E;
-}
+// exp of a difference of logits. They are not brought to powers of two before: a bias may be any float.
+fn power(difference: f32) -> f32 { return exp2(difference * LOG2E); }
 
 @compute @workgroup_size(256)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
@@ -178,7 +175,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
             seen[{{ j }}] = in_view(batch, head, row_{{ i }}.row, key_{{ j }}, seen[{{ j }}]);
 {% endif %}
             if (seen[{{ j }}]) {
-                logits[{{ j }}] = logit_of(capped(sum_{{ i }}[{{ j }}]), batch, head, row_{{ i }}.row, key_{{ j }});
+                logits[{{ j }}] = whole_logit(logit_of(sum_{{ i }}[{{ j }}]), batch, head, row_{{ i }}.row, key_{{ j }});
 {% if grad %}
                 let line = min(first + own_row + {{ 16 * i }}u, last);
                 g[{{ j }}] = load_grad(batch * params.g_b + head * params.g_h + line * params.g_q + key_{{ j }} * params.g_k);
@@ -186,8 +183,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
             }
 {% endfor %}
             let higher = max(highest_{{ i }}, max(max(logits.x, logits.y), max(logits.z, logits.w)));
-            let shrink = exp2(highest_{{ i }} - higher);
-            let weights = select(vec4<f32>(), exp2(logits - higher), seen);
+            let shrink = power(highest_{{ i }} - higher);
+            let weights = select(vec4<f32>(), exp2((logits - higher) * LOG2E), seen);
             total_{{ i }} = total_{{ i }} * shrink + dot(weights, vec4<f32>(1.0));
 {% if grad %}
             moved_{{ i }} = moved_{{ i }} * shrink + dot(weights, g);
@@ -208,7 +205,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
         var moved = 0.0;
         for (var other = 0u; other < 16u; other++) {
             let theirs = k_tile[thread + other];
-            let weight = exp2(theirs.x - highest);
+            let weight = power(theirs.x - highest);
             total += theirs.y * weight;
             moved += theirs.z * weight;
         }
@@ -225,10 +222,10 @@ fn finish(record: u32, row: Named, head: u32, highest: f32, total: f32, moved: f
     var of_sink = 0.0;
 {% if variant.sink %}
     if (!empty) {
-        let at_sink = sink_of(params.first_head + head) * LOG2E;
+        let at_sink = sink_of(params.first_head + head);
         reference = max(highest, at_sink);
-        let shrunk = exp2(highest - reference);
-        let joined = exp2(at_sink - reference);
+        let shrunk = power(highest - reference);
+        let joined = power(at_sink - reference);
         scaling = 1.0 / (total * shrunk + joined);
         delta = moved * shrunk * scaling;
         of_sink = -joined * scaling * delta;
@@ -255,7 +252,7 @@ fn finish(record: u32, row: Named, head: u32, highest: f32, total: f32, moved: f
     if (some_seen) {
 {{ products("start") }}
 {% for i in range(micro) %}
-        logits_{{ i }} = vec4<f32>(capped(sum_{{ i }}.x), capped(sum_{{ i }}.y), capped(sum_{{ i }}.z), capped(sum_{{ i }}.w));
+        logits_{{ i }} = vec4<f32>(logit_of(sum_{{ i }}.x), logit_of(sum_{{ i }}.y), logit_of(sum_{{ i }}.z), logit_of(sum_{{ i }}.w));
 {% endfor %}
     }
 {% for i in range(micro) %}
@@ -277,7 +274,7 @@ fn entry(batch: u32, head: u32, line: u32, what: vec4<u32>, how: vec4<f32>, key:
     seen = in_view(batch, head, what.x, key, seen);
 {% endif %}
     if (!seen) { return Entry(0.0, 0.0); }
-    let p = exp2(logit_of(capped, batch, head, what.x, key) - how.x) * how.y;
+    let p = power(whole_logit(capped, batch, head, what.x, key) - how.x) * how.y;
 {% if grad %}
     let g = load_grad(batch * params.g_b + head * params.g_h + line * params.g_q + key * params.g_k);
     let moved = p * (g - how.z);

@@ -18,7 +18,9 @@
 
   Powers are taken of two. The forward's weights are exp2(fma(logit, LOG2E, -reference)) with a reference in powers of two,
   and lse = reference · LN2 + log(Σ weights): the one rounding of the reference is the same for the row's weights and its
-  lse. `logits(variant)` defines these for kernels that want them: constants, logit_of, biased.
+  lse. A bias may be any float, and the rounding of such a product larger than all powers there are: where there is one,
+  references are natural and weights exp2((logit - reference) · LOG2E). `logits(variant)` defines these for kernels that
+  want them: constants, logit_of, biased. `capping()` and `no_numbers()` are there alone too.
 #}
 {% macro inputs(variant) %}
 {% if variant.mask %}
@@ -89,6 +91,13 @@ fn bias_of(batch: u32, head: u32, query: u32, key: u32) -> f32 {
 }
 {% endif %}
 {% if variant.cap %}
+{{ capping() }}
+{%- endif %}
+
+{{ no_numbers() }}
+{%- endmacro %}
+
+{% macro capping() %}
 // The built-in tanh may be a difference of exponentials, which overflow where it is large and lose all digits where it is
 // small. Here: one exponential that cannot overflow, and a polynomial near zero.
 fn tanh_of(u: f32) -> f32 {
@@ -103,8 +112,9 @@ fn tanh_of(u: f32) -> f32 {
 fn cap(logit: f32) -> f32 { return params.softcap * tanh_of(logit / params.softcap); }
 // The derivative of cap, from its value.
 fn cap_slope(capped: f32) -> f32 { let t = capped / params.softcap; return 1.0 - t * t; }
-{% endif %}
+{% endmacro %}
 
+{% macro no_numbers() %}
 // Infinity and NaN, which no WGSL constant may be. A variable is no constant.
 fn negative_infinity() -> f32 { var bits = 0xff800000u; return bitcast<f32>(bits); }
 fn not_a_number() -> f32 { var bits = 0x7fc00000u; return bitcast<f32>(bits); }
@@ -113,11 +123,12 @@ fn not_a_number() -> f32 { var bits = 0x7fc00000u; return bitcast<f32>(bits); }
 {% macro logits(variant) %}
 const LOG2E = 1.4426950408889634;
 const LN2 = 0.6931471805599453;
-// The logit of a key that a row does not see. Times LOG2E it is still a float, and far below every reference, which is
-// never lower than this: the weight is 0. Constants cannot be infinite, and drivers may take it that nothing is.
-const HIDDEN = -2e38;
-// No logit that is seen is lower. (A bias of the lowest float is a common way to hide keys: such rows get equal weights.)
-const LOWEST = -1e38;
+// The logit of a key that a row does not see. Times LOG2E it is still a float, and far below every reference: the weight is
+// 0. Constants cannot be infinite, and drivers may take it that nothing is.
+const HIDDEN = -2.35e38;
+// No logit that a bias was added to, and that is seen, is lower. (A bias of the lowest float is a common way to hide keys:
+// a row of them gets equal weights, and half of it is still far above.)
+const LOWEST = -2.3e38;
 
 // The logit, before any bias, of a query and a key with product q·k.
 fn logit_of(product: f32) -> f32 { return {{ "cap(product * params.scale)" if variant.cap else "product * params.scale" }}; }

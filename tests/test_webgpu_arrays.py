@@ -1,0 +1,144 @@
+"""Arrays as PyTorch sees them: gradients through views and over the bus, writing in place, replayed calls, validation."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise import webgpu
+from headwise.config import Settings, settings
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def _weights(y):
+    return torch.arange(y.numel(), dtype=torch.float32).view(y.shape).sin().to(y.dtype)
+
+
+def _parts(x):
+    q, k, _ = x.split(24, -1)
+    a, b = x[:, 1::2].unbind(0)
+    return (
+        hw.softmax(q.contiguous()),
+        hw.softmax(k.contiguous()),  # nothing depends on the third part
+        hw.softmax(torch.cat([a, b[:2]], 0)),
+        hw.softmax(torch.stack([a, b], 1)),
+        hw.softmax(x[1]),
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gradients_go_through_views_parts_and_joins(dtype):
+    torch.manual_seed(0)
+    plain = torch.randn(2, 9, 72).to(dtype)
+    x, resident = plain.clone().requires_grad_(), webgpu.array(plain).requires_grad_()
+    outputs, found = _parts(x), _parts(resident)
+    (wanted,) = torch.autograd.grad(outputs, x, [_weights(y) for y in outputs])
+    before = webgpu.counts().readbacks
+    (grad,) = torch.autograd.grad(found, resident, [webgpu.array(_weights(y)) for y in outputs])
+    assert webgpu.counts().readbacks == before
+    for y, of_cpu in zip(found, outputs, strict=True):
+        torch.testing.assert_close(y.detach().torch(), of_cpu.detach())
+    torch.testing.assert_close(grad.torch(), wanted)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int32], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_writing_into_the_first_elements_leaves_the_others(dtype, count):
+    plain = torch.arange(8).to(dtype)
+    x = webgpu.array(plain)
+    x[:count].add_(webgpu.array(torch.ones(count, dtype=dtype)))
+    plain[:count] += 1
+    assert torch.equal(x.torch(), plain)
+
+
+def test_bytes_are_not_added():
+    x = webgpu.array(torch.tensor([200, 100], dtype=torch.uint8))
+    with pytest.raises(NotImplementedError, match="floats or int32"):
+        x + x
+
+
+def test_what_is_written_in_a_hook_is_written():
+    x = webgpu.array(torch.ones(4)).requires_grad_()
+
+    def step(leaf):
+        leaf.data.add_(leaf.grad)
+
+    x.register_post_accumulate_grad_hook(step)
+    hw.softmax(x).backward(webgpu.array(torch.tensor([4.0, 0.0, 0.0, 0.0])))
+    wanted = torch.ones(4) + torch.tensor([0.75, -0.25, -0.25, -0.25])
+    torch.testing.assert_close(x.detach().torch(), wanted)
+
+
+def test_two_gradients_of_one_memory_do_not_meet():
+    x, w = (webgpu.array(torch.zeros(3, 3)).requires_grad_() for _ in range(2))
+    for _ in range(3):
+        (x + w.t()).backward(webgpu.array(torch.ones(3, 3)))
+    assert torch.equal(x.grad.torch(), torch.full((3, 3), 3.0))
+    assert torch.equal(w.grad.torch(), torch.full((3, 3), 3.0))
+
+
+def test_gradients_cross_the_bus_both_ways():
+    torch.manual_seed(0)
+    x = torch.randn(4, 5, requires_grad=True)
+    (hw.softmax(x * 2) * _weights(x)).sum().backward()
+    wanted, x.grad = x.grad, None
+    (hw.softmax(webgpu.array(x * 2)).to("cpu") * _weights(x)).sum().backward()
+    torch.testing.assert_close(x.grad, wanted)
+
+
+def test_an_array_is_copied_and_not_pickled():
+    x = webgpu.array(torch.randn(3, 4)).requires_grad_()
+    other = copy.deepcopy(x)
+    assert other.requires_grad
+    assert torch.equal(other.detach().torch(), x.detach().torch())
+    with pytest.raises(TypeError, match=r"x\.torch\(\)"):
+        pickle.dumps(x)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_replayed_call_computes_anew(shared):
+    """Forward, backward and merge, three times each over other data; with q, k, v in one memory or in three."""
+    torch.manual_seed(0)
+    for _ in range(3):
+        qkv = torch.randn(3, 1, 2, 37, 24)
+        weights = torch.randn(1, 2, 37, 24)
+        leaves = qkv.unbind(0) if shared else [x.clone() for x in qkv]
+        plain = [x.clone().requires_grad_() for x in qkv]
+        whole = webgpu.array(qkv)
+        arrays = [x.detach().requires_grad_() for x in whole.unbind(0)]
+        if not shared:
+            arrays = [webgpu.array(x).requires_grad_() for x in leaves]
+        out = hw.attention(*plain, causal=True)
+        found, found_lse = hw.attention(*arrays, causal=True, return_lse=True)
+        torch.testing.assert_close(found.detach().torch(), out.detach(), rtol=1e-4, atol=1e-5)
+        grads = torch.autograd.grad(out, plain, weights)
+        for mine, theirs in zip(torch.autograd.grad(found, arrays, webgpu.array(weights)), grads, strict=True):
+            torch.testing.assert_close(mine.torch(), theirs, rtol=1e-4, atol=1e-5)
+        merged, _ = hw.merge_attention([found.detach()] * 2, [found_lse.detach()] * 2)
+        torch.testing.assert_close(merged.torch(), out.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_validation_reads_arrays_back(monkeypatch):
+    monkeypatch.setattr(settings, "validate", True)
+    table = webgpu.array(torch.randn(10, 4))
+    hw.embedding(webgpu.array(torch.tensor([1, 9])), table)
+    with pytest.raises(ValueError, match=r"ids\[1\] is 10"):
+        hw.embedding(webgpu.array(torch.tensor([1, 10])), table)
+
+
+def test_like_an_array_but_on_the_cpu_is_refused():
+    x = webgpu.array(torch.ones(3))
+    with pytest.raises(NotImplementedError, match="cpu"):
+        torch.ones_like(x, device="cpu")
+
+
+@pytest.mark.parametrize("value", ["abc", "-5", "300"])
+def test_a_binding_that_makes_no_sense_names_its_variable(monkeypatch, value):
+    monkeypatch.setenv("HEADWISE_WEBGPU_BINDING", value)
+    with pytest.raises(ValueError, match="HEADWISE_WEBGPU_BINDING"):
+        Settings.from_environment()
