@@ -14,7 +14,7 @@ from torch import Tensor
 
 def _readable(values: Tensor) -> Tensor:
     """``values``, or a copy where PyTorch can look at them: a `headwise.webgpu.Array` compares nothing."""
-    return values.torch() if hasattr(values, "headwise_device") else values  # type: ignore[operator]
+    return values.torch() if hasattr(values, "headwise_device") else values  # type: ignore[attr-defined]
 
 
 def in_range(op: str, name: str, values: Tensor, high: int, allowed: int | None = None) -> None:

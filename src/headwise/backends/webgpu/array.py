@@ -44,7 +44,7 @@ class Array(Tensor):
     def torch(self) -> Tensor:
         """A copy on the CPU. Waits for the GPU. Gradients find their way back."""
         if self.requires_grad and torch.is_grad_enabled():
-            return _Readback.apply(self)  # type: ignore[no-any-return]
+            return _Readback.apply(self)
         return self._read()
 
     def _read(self) -> Tensor:
@@ -130,7 +130,7 @@ def array(tensor: Tensor | Any) -> Array:
     if tensor.device.type != "cpu":
         raise ValueError(f"array: the tensor is on {tensor.device}; it needs to be on cpu to go to WebGPU")
     if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
-        return _Upload.apply(tensor)  # type: ignore[no-any-return]
+        return _Upload.apply(tensor)
     device = runtime.device()
     with device.lock, device.explained_loss:
         made = Array(device.upload(tensor), device)
@@ -147,7 +147,7 @@ class _Readback(torch.autograd.Function):
         return x._read()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Array:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Array:
         return array(grad)
 
 
@@ -159,7 +159,7 @@ class _Upload(torch.autograd.Function):
         return array(x.detach())
 
     @staticmethod
-    def backward(ctx: Any, grad: Array) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Array) -> Tensor:
         return grad._read()
 
 

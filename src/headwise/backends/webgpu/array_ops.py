@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -147,7 +147,7 @@ def _slice_backward(grad: Array, sizes: Any, dim: int, start: int, end: int, ste
 
 def _select_backward(grad: Array, sizes: Any, dim: int, index: int) -> Array:
     dim %= len(sizes)
-    return _placed(grad.unsqueeze(dim), sizes, dim, index % sizes[dim], 1)
+    return _placed(cast(Array, grad.unsqueeze(dim)), sizes, dim, index % sizes[dim], 1)
 
 
 def _placed(grad: Array, sizes: Any, dim: int, start: int, step: int) -> Array:
