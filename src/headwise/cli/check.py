@@ -150,7 +150,20 @@ def _backends(names: list[str] | None) -> list[str]:
         reason = availability(name)
         if reason is not None:
             raise _terminal.UsageError(f"--backend {name} does not run here: {reason}")
-    return [name for name in known if (not names or name in names) and availability(name) is None]
+    if names:
+        return [name for name in known if name in names]
+    return [name for name in known if _not_checked(name) is None]
+
+
+def _not_checked(backend: str) -> str | None:
+    """Why a backend that nobody named is left out."""
+    reason = availability(backend)
+    if reason is None and backend == "webgpu":
+        from headwise.backends.webgpu import runtime
+
+        if runtime.device().capabilities.kind == "CPU":
+            return "its adapter is software, which takes minutes; --backend webgpu checks it"
+    return reason
 
 
 def _with_progress(jobs: list[Job], quiet: bool) -> Iterator[Job]:
@@ -277,9 +290,10 @@ def _print(console: Console, tallies: list[Tally], seconds: float) -> None:
 
 
 def _print_reasons(console: Console, tallies: list[Tally]) -> None:
+    checked = {tally.backend for tally in tallies}
     for row in BACKENDS:
-        reason = availability(row.name)
-        if reason is not None:
+        reason = _not_checked(row.name)
+        if reason is not None and row.name not in checked:
             console.print(Text(f"– {row.name} was not checked: {reason}", "dim"))
     for tally in tallies:
         for reason in sorted(set(tally.not_supported.values())):
