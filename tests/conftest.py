@@ -19,7 +19,7 @@ hypothesis.settings.register_profile(
     "deep", hypothesis.settings.get_profile("quick"), max_examples=3000, derandomize=False, print_blob=True
 )
 # A GPU in software computes as slowly as an interpreter.
-hypothesis.settings.register_profile("software", hypothesis.settings.get_profile("quick"), max_examples=30)
+hypothesis.settings.register_profile("software", hypothesis.settings.get_profile("quick"), max_examples=20)
 hypothesis.settings.load_profile("quick")
 
 

@@ -40,10 +40,8 @@ def _runs(backend, suite, case, dtype, mode):
         # A thousand times slower than a GPU: what the kernels compute, no more.
         return quick and mode in ("eager", "explicit") and dtype != torch.float16
     if backend == "webgpu":
-        if settings.webgpu_binding_bytes is not None:
-            return quick and mode == "eager" and dtype == torch.float32
         if LIMITED:
-            return quick and mode == "eager" and dtype != torch.float16
+            return quick and mode == "eager" and dtype == torch.float32
         # Modes differ in how PyTorch sees the op, dtypes in what the kernels compute.
         return (mode == "eager" and (quick or dtype != torch.float16)) or (quick and dtype == torch.float32)
     return True
