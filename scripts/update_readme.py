@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import subprocess
 import sys
@@ -52,7 +53,8 @@ def check_this_machine() -> None:
 
     Those of a GPU are kept as `headwise check --backend … --json` gave them there.
     """
-    command = [sys.executable, "-m", "headwise.cli", "check", "--backend", "cpu", "--json"]
+    jobs = str(os.cpu_count() or 1)
+    command = [sys.executable, "-m", "headwise.cli", "check", "--backend", "cpu", "--jobs", jobs, "--json"]
     check = subprocess.run(command, check=False, capture_output=True, text=True)
     report = json.loads(check.stdout)
     del report["environment"]["system"]  # the kernel of a machine says nothing about its kernels
