@@ -51,7 +51,6 @@ class Capabilities(NamedTuple):
     storage_buffers: int
     binding_bytes: int  # of a buffer that one kernel can see at once
     buffer_bytes: int  # of one allocation
-    offset_alignment: int  # bytes that the start of a binding is a multiple of
     timestamps: bool
 
 
@@ -119,7 +118,6 @@ def capabilities(adapter: Any) -> Capabilities:
         storage_buffers=FLOOR_STORAGE_BUFFERS,
         binding_bytes=min(binding, (settings.webgpu_binding_bytes or binding) // 256 * 256),
         buffer_bytes=limits["max-buffer-size"] // 256 * 256,
-        offset_alignment=max(limits["min-storage-buffer-offset-alignment"], 16),
         timestamps="timestamp-query" in adapter.features,
     )
 

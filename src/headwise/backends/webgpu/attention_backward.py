@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from headwise.backends.webgpu import copies, scores, tiles
+from headwise.backends.webgpu import scores, tiles
 from headwise.backends.webgpu.adapter import FLOOR_WORKGROUP_MEMORY, Capabilities
 from headwise.backends.webgpu.array import launcher
 from headwise.backends.webgpu.attention_bias import bias_gradient
@@ -122,7 +122,7 @@ def attention_varlen_backward(
     cu_q: Region, cu_k: Region, max_q: int, max_k: int, sink: Region | None, flags: Flags, need_sink_grad: bool,
 ) -> tuple[Region, ...]:  # fmt: skip
     # One sequence of all tokens, heads outside, that the kernels cut up.
-    seen_q, seen_k, seen_v, seen_out, seen_grad = (_heads_outside(x) for x in (q, k, v, out, grad_out))
+    seen_q, seen_k, seen_v, seen_out, seen_grad = (scores.heads_outside(x) for x in (q, k, v, out, grad_out))
     lse, grad_lse = _one_batch(lse), None if grad_lse is None else _one_batch(grad_lse)
     _, stats, grads = _run(
         device, seen_grad, grad_lse, seen_q, seen_k, seen_v, seen_out, lse, None, None, None, flags,
@@ -133,11 +133,6 @@ def attention_varlen_backward(
         dsink = _sink_gradient(device, stats, sink, seen_q.shape, False)
     dq, dk, dv = (x.with_shape(like.shape) for x, like in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv, dsink
-
-
-def _heads_outside(x: Region) -> Region:
-    (tokens, heads, last), (of_token, of_head, of_element) = x.shape, x.strides
-    return x.with_shape((1, heads, tokens, last), (0, of_head, of_token, of_element))
 
 
 def _one_batch(x: Region) -> Region:
@@ -161,17 +156,17 @@ def _run(
         piece = Piece(*cut, group)
         problem = Problem(
             piece,
-            _bindable(device, piece.of_queries(q)),
-            _bindable(device, piece.of_keys(k)),
-            _bindable(device, piece.of_keys(v)),
-            _bindable(device, piece.of_queries(grad)),
+            scores.bindable(device, piece.of_queries(q)),
+            scores.bindable(device, piece.of_keys(k)),
+            scores.bindable(device, piece.of_keys(v)),
+            scores.bindable(device, piece.of_queries(grad)),
             stats,
             batch + (piece.batch * heads + piece.key_head * group) * q_length,
             _scores_of(of_call, piece),
             packed,
         )
         rows_of(
-            device, problem, _bindable(device, piece.of_queries(out)), piece.of_queries(lse),
+            device, problem, scores.bindable(device, piece.of_queries(out)), piece.of_queries(lse),
             None if grad_lse is None else piece.of_queries(grad_lse), kv_lengths,
         )  # fmt: skip
         _run_queries(device, problem, piece.of_queries(results[0].written))
@@ -187,14 +182,6 @@ def _empty_result(device: Device, x: Region) -> scores.Rows:
         return scores.Rows(result, result)
     padded = (*x.shape[:3], -(-x.shape[3] // 4) * 4)
     return scores.Rows(device.empty(padded, x.dtype, scores.heads_inside(padded)), result)
-
-
-def _bindable(device: Device, x: Region) -> Region:
-    """x itself, or dense rows where x is spread too far for one binding."""
-    if x.storage.size <= device.capabilities.binding_bytes:
-        return x
-    low, high = x.span()
-    return x if (high - low) * x.itemsize <= device.capabilities.binding_bytes - 512 else copies.copied(device, x)
 
 
 def _scores_of(of_call: scores.Scores, piece: Piece) -> scores.Scores:
@@ -221,7 +208,9 @@ def windows(device: Device, problem: Problem, dim: int, *results: Region) -> Ite
         return
     for first in range(0, length, max(rows, 1)):
         count = min(max(rows, 1), length - first)
-        parts = {n: _bindable(device, x.narrow(dim, first, count) if x.shape[dim] > 1 else x) for n, x in seen.items()}
+        parts = {
+            n: scores.bindable(device, x.narrow(dim, first, count) if x.shape[dim] > 1 else x) for n, x in seen.items()
+        }
         strides = tuple(0 if n == 1 else s for x in parts.values() for n, s in zip(x.shape, x.strides, strict=True))
         of_scores = scores.Scores(problem.scores.variant, (*problem.scores.parameters[:9], *strides), parts)
         yield (first, first + count), problem._replace(scores=of_scores)

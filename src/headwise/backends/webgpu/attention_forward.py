@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from headwise.backends.webgpu import copies, scores, tiles
+from headwise.backends.webgpu import scores, tiles
 from headwise.backends.webgpu.array import launcher
 from headwise.backends.webgpu.runtime import Device
 from headwise.backends.webgpu.shaders import DTYPES
@@ -65,16 +65,10 @@ def attention_varlen_forward(
     out = scores.empty_rows(device, (tokens, heads, v.shape[2]), q.dtype)
     lse = device.empty((heads, tokens), torch.float32)
     if lse.numel:
-        q, k, v, written = (_heads_outside(scores.aligned(device, x)) for x in (q, k, v, out.written))
+        q, k, v, written = (scores.heads_outside(scores.aligned(device, x)) for x in (q, k, v, out.written))
         problem = _Problem(q, k, v, written, lse.with_shape((1, heads, tokens)), None, None, None, sink)
         _forward(device, problem, flags, _Packing(cu_q, cu_k, max_q, max_k))
     return scores.finish(device, out), lse
-
-
-def _heads_outside(x: Region) -> Region:
-    """Packed ``(T, H, D)`` seen as ``(1, H, T, D)``."""
-    (tokens, heads, last), (of_token, of_head, of_element) = x.shape, x.strides
-    return x.with_shape((1, heads, tokens, last), (0, of_head, of_token, of_element))
 
 
 def _forward(device: Device, problem: _Problem, flags: Flags, packing: _Packing | None) -> None:
@@ -131,7 +125,7 @@ def _pieces(device: Device, problem: _Problem) -> Iterator[_Problem]:
         return
     for b in range(batch):
         for key_head in range(key_heads):
-            k, v = (_bindable(device, x.narrow(0, b, 1).narrow(1, key_head, 1)) for x in (problem.k, problem.v))
+            k, v = (scores.bindable(device, x.narrow(0, b, 1).narrow(1, key_head, 1)) for x in (problem.k, problem.v))
             for head in range(key_head * heads // key_heads, (key_head + 1) * heads // key_heads):
                 q, out, lse = (x.narrow(0, b, 1).narrow(1, head, 1) for x in (problem.q, problem.out, problem.lse))
                 mask, bias = (
@@ -166,12 +160,3 @@ def _of_rows(part: _Problem, first: int, rows: int) -> _Problem:
 def _narrowed(x: Region, dim: int, start: int, length: int) -> Region:
     """As `Region.narrow`; a dim of size 1 stays: it is the same for all."""
     return x.narrow(dim, start, length) if x.shape[dim] > 1 else x
-
-
-def _bindable(device: Device, x: Region) -> Region:
-    """x, copied where its elements lie too far apart to be bound as they are."""
-    low, high = x.span()
-    most = device.capabilities.binding_bytes
-    if x.storage.size > most and (high - low) * x.itemsize > most - 512:
-        return copies.copied(device, x)
-    return x

@@ -115,6 +115,21 @@ def vectors(x: Region) -> tuple[int, ...]:
     return tuple(0 if n == 1 else s // 4 for n, s in zip(x.shape[:-1], x.strides[:-1], strict=True))
 
 
+def heads_outside(x: Region) -> Region:
+    """Packed ``(T, H, D)`` seen as ``(1, H, T, D)``."""
+    (tokens, heads, last), (of_token, of_head, of_element) = x.shape, x.strides
+    return x.with_shape((1, heads, tokens, last), (0, of_head, of_token, of_element))
+
+
+def bindable(device: Device, x: Region) -> Region:
+    """x, copied where its elements lie too far apart to be bound as they are."""
+    low, high = x.span()
+    most = device.capabilities.binding_bytes
+    if x.storage.size > most and (high - low) * x.itemsize > most - 512:
+        return copies.copied(device, x)
+    return x
+
+
 def pieces(device: Device, batch: int, key_heads: int, *tensors: Region | None) -> list[tuple[int, int, int, int]]:
     """``(first batch entry, entries, first key head, key heads)`` to work on at once.
 

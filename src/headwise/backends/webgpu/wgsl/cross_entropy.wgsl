@@ -133,18 +133,7 @@ fn capped(x: vec4<f32>) -> vec4<f32> { return x; }
 {% if smooth %}
     var plain = 0.0;
 {% endif %}
-{% if walks %}
-    for (var block = 0u; block + 1u < params.blocks; block++) {
-        let chunk = block * {{ held }}u;
-{{ load("chunk") }}
-{{ fold("chunk") }}
-    }
-    let last = (params.blocks - 1u) * {{ held }}u;
-{% else %}
-    let last = 0u;
-{% endif %}
-{{ load("last") }}
-{{ fold("last") }}
+{{ rows.forwards(load, fold) }}
     let stat = row_softmax(state, thread);
 {% if smooth %}
     let mean = row_sum(plain, thread) / f32(params.width);
@@ -176,13 +165,6 @@ fn capped(x: vec4<f32>) -> vec4<f32> { return x; }
 {% if aligned %}
     let at_target = select(vec4<f32>(0.0), vec4<f32>(at_one), vec4<u32>(target_class % 4u) == vec4<u32>(0u, 1u, 2u, 3u));
 {% endif %}
-{{ finish("last") }}
-{% if walks %}
-    for (var block = params.blocks - 1u; block > 0u; block--) {
-        let chunk = (block - 1u) * {{ held }}u;
-{{ load("chunk") }}
-{{ finish("chunk") }}
-    }
-{% endif %}
+{{ rows.backwards(load, finish) }}
 {% endif %}
 }

@@ -49,28 +49,10 @@
 {{ rows.entry() }}
 {{ rows.row_of_thread() }}
     var squares = 0.0;
-{% if walks %}
-    for (var block = 0u; block + 1u < params.blocks; block++) {
-        let chunk = block * {{ held }}u;
-{{ load("chunk") }}
-{{ fold("chunk") }}
-    }
-    let last = (params.blocks - 1u) * {{ held }}u;
-{% else %}
-    let last = 0u;
-{% endif %}
-{{ load("last") }}
-{{ fold("last") }}
+{{ rows.forwards(load, fold) }}
     let r = inverseSqrt(row_sum(squares, thread) / f32(params.width) + params.eps);
     if (there && lane == 0u) { store_rstd(row, r); }
 {% if normalises %}
-{{ finish("last") }}
-{% if walks %}
-    for (var block = params.blocks - 1u; block > 0u; block--) {
-        let chunk = (block - 1u) * {{ held }}u;
-{{ load("chunk") }}
-{{ finish("chunk") }}
-    }
-{% endif %}
+{{ rows.backwards(load, finish) }}
 {% endif %}
 }

@@ -246,6 +246,34 @@ fn join(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
 {% endif %}
 {% endmacro %}
 
+{# A row's statistics: `load` and `fold` (macros over a first chunk) part by part; the last part stays in registers. #}
+{% macro forwards(load, fold) %}
+{% if walks %}
+    for (var block = 0u; block + 1u < params.blocks; block++) {
+        let chunk = block * {{ held }}u;
+{{ load("chunk") }}
+{{ fold("chunk") }}
+    }
+    let last = (params.blocks - 1u) * {{ held }}u;
+{% else %}
+    let last = 0u;
+{% endif %}
+{{ load("last") }}
+{{ fold("last") }}
+{% endmacro %}
+
+{# A row's results: `finish` the part that is in registers, then the others, from the end: they were read last. #}
+{% macro backwards(load, finish) %}
+{{ finish("last") }}
+{% if walks %}
+    for (var block = params.blocks - 1u; block > 0u; block--) {
+        let chunk = (block - 1u) * {{ held }}u;
+{{ load("chunk") }}
+{{ finish("chunk") }}
+    }
+{% endif %}
+{% endmacro %}
+
 {% macro entry() -%}
 @compute @workgroup_size({{ threads }})
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,

@@ -62,30 +62,12 @@
     let nothing = negative_infinity();
     var state = vec2<f32>(LOWEST, 0.0);
 {% endif %}
-{% if walks %}
-    for (var block = 0u; block + 1u < params.blocks; block++) {
-        let chunk = block * {{ held }}u;
-{{ load("chunk") }}
-{{ fold("chunk") }}
-    }
-    let last = (params.blocks - 1u) * {{ held }}u;
-{% else %}
-    let last = 0u;
-{% endif %}
-{{ load("last") }}
-{{ fold("last") }}
+{{ rows.forwards(load, fold) }}
 {% if backward %}
     let result = row_sum(state, thread);
 {% else %}
     let result = row_softmax(state, thread);
     let scale = 1.0 / select(result.y, 1.0, result.y == 0.0);
 {% endif %}
-{{ finish("last") }}
-{% if walks %}
-    for (var block = params.blocks - 1u; block > 0u; block--) {
-        let chunk = (block - 1u) * {{ held }}u;
-{{ load("chunk") }}
-{{ finish("chunk") }}
-    }
-{% endif %}
+{{ rows.backwards(load, finish) }}
 }
