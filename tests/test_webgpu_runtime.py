@@ -488,7 +488,8 @@ def test_a_tier_that_does_not_exist(reopened):
 def test_a_tier_that_the_adapter_does_not_have(monkeypatch):
     real = adapter.choose()
     poor = SimpleNamespace(features=set(), limits=real.limits, info=real.info, summary="a poor adapter")
-    assert adapter.capabilities(poor).tier == settings.webgpu_tier or adapter.capabilities(poor).tier == "A"
+    monkeypatch.setattr(settings, "webgpu_tier", None)
+    assert adapter.capabilities(poor).tier == "A"
     monkeypatch.setattr(settings, "webgpu_tier", "C")
     with pytest.raises(
         ValueError, match=r"HEADWISE_WEBGPU_TIER='C' is more than this adapter has \(A\): a poor adapter"
@@ -529,7 +530,7 @@ def test_tensors_on_the_wrong_device():
 def test_a_kernel_is_called_with_what_it_declares():
     device = runtime.device()
     y = device.empty((8,), torch.int32)
-    with pytest.raises(RuntimeError, match=r"fill binds \['y'\], and was given \['z'\]|fill.*z"):
+    with pytest.raises(RuntimeError, match=r"fill binds \['y'\], and was given \['y', 'z'\]"):
         device.run(device.kernel("fill"), 1, (8, 0), y=y, z=y)
     with pytest.raises(RuntimeError, match="fill: parameters"):
         device.run(device.kernel("fill"), 1, (8,), y=y)
