@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headwise.benchmark import memory, report, timing
+from headwise.benchmark import inputs, memory, report, timing
 from headwise.benchmark.case import (
     OURS,
     Absent,
@@ -247,6 +247,33 @@ def test_ratios_are_paired_so_that_drift_does_not_show():
 def test_spread_is_the_median_and_the_middle_three_fifths():
     assert timing.Spread.of([5.0, 1.0, 2.0, 3.0, 4.0, 6.0]) == timing.Spread(3.5, 2.0, 5.0)
     assert timing.Spread.of([7.0]) == timing.Spread(7.0, 7.0, 7.0)
+
+
+class OneSecond(timing.SelfTimed):
+    """A peer that says of itself that a call takes a second."""
+
+    def __init__(self, x):
+        self._x = x
+
+    def __call__(self):
+        return (torch.softmax(self._x, -1),)
+
+    def seconds(self, calls):
+        return 1.0
+
+
+def test_what_times_itself_is_not_divided_among_the_sets_of_inputs(monkeypatch):
+    monkeypatch.setattr(inputs, "sets_needed", lambda arguments, device: 4)
+
+    class Clock(timing.WallClock):
+        def measure(self, action, calls):
+            return action.seconds(calls) if isinstance(action, timing.SelfTimed) else super().measure(action, calls)
+
+    peer = Contender("itself", lambda arguments: OneSecond(arguments["x"]))
+    case = softmax_case(direction="forward", peers=(peer,))
+    result = run_case(case, SUITE, ONCE, clock=Clock())
+    assert result.status == "ok", result.detail
+    assert {m.contender: m.seconds.median for m in result.measurements}["itself"] == 1.0
 
 
 def test_short_calls_are_repeated_within_a_sample():
