@@ -20,7 +20,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,8 +135,7 @@ def measure(
     explicit: take ours from the explicit ``*_backward`` instead of autograd.
     without_gradient: outputs that no gradient arrives at (backends may take a shorter way then).
     """
-    name_seed = zlib.crc32(f"{suite.op}/{case.name}".encode())
-    maker = Maker(dtype, torch.device(device), seed + name_seed)
+    maker = maker_of(suite, case, dtype, device, seed)
     arguments = suite.make(maker, **case.params)
 
     def ours(values: Arguments) -> Outputs:
@@ -151,24 +150,75 @@ def measure(
             outputs = suite.run(arguments, backend)
             grads = suite.explicit(arguments, outputs, output_grads, backend)
         results = {**outputs, **{f"grad of {n}": g for n, g in grads.items()}}
+    dtypes = {name: result.dtype for name, result in results.items()}
+    truth, plain = expected(suite, arguments, maker, output_grads, dtypes)
+    return compare_all(results, truth, plain)
+
+
+def maker_of(
+    suite: Suite, case: Case, dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0
+) -> Maker:
+    """What makes the inputs of a case: its numbers depend on its name and the seed alone."""
+    return Maker(dtype, torch.device(device), seed + zlib.crc32(f"{suite.op}/{case.name}".encode()))
+
+
+def expected(
+    suite: Suite,
+    arguments: Arguments,
+    maker: Maker,
+    output_grads: dict[str, Tensor | None],
+    dtypes: Mapping[str, torch.dtype],
+) -> tuple[Outputs, Outputs]:
+    """The truth and the plain result: outputs, and gradients for ``output_grads``. dtypes: of the results under test."""
     truth = _with_gradients(
         suite.reference, upcast(arguments, torch.float64), suite.differentiable, maker, output_grads
     )
     plain = _with_gradients(suite.reference, arguments, suite.differentiable, maker, output_grads)
-    if any(r.dtype == torch.float32 for r in results.values()) and dtype in (torch.float16, torch.bfloat16):
+    if torch.float32 in dtypes.values() and maker.dtype in (torch.float16, torch.bfloat16):
         # An output that is float32 although the inputs are not (an LSE, a loss) is held to the float32 budget.
         single = suite.reference(upcast(arguments, torch.float32))
-        plain.update({n: single[n].detach() for n in single if results[n].dtype == torch.float32})
-    return compare_all(results, truth, plain)
+        plain.update({n: single[n].detach() for n in single if dtypes[n] == torch.float32})
+    return truth, plain
 
 
 def compare_all(results: Outputs, truth: Outputs, plain: Outputs) -> list[TensorError]:
+    noise = noise_scales(truth)
+    return [compare(n, r, truth[n], plain[n], noise_scale=noise[n]) for n, r in results.items()]
+
+
+def noise_scales(truth: Outputs) -> dict[str, float]:
+    """For every output and gradient of a case, the noise scale of its budget."""
     gradients = [t for n, t in truth.items() if n.startswith("grad of ")]
-    floor = max((_peak(g) for g in gradients), default=0.0)
-    return [
-        compare(n, r, truth[n], plain[n], noise_scale=floor if n.startswith("grad of ") else 0.0)
-        for n, r in results.items()
-    ]
+    largest = max((_peak(g) for g in gradients), default=0.0)
+    return {n: largest if n.startswith("grad of ") else 0.0 for n in truth}
+
+
+class Budget(NamedTuple):
+    """What the two errors of a tensor may be, relative to ``norm`` and ``peak``: the sizes of the truth's finite elements."""
+
+    l2: float
+    max: float
+    norm: float
+    peak: float
+
+
+def budget(truth: Tensor, plain: Tensor, dtype: torch.dtype, noise_scale: float = 0.0) -> Budget:
+    """Of a tensor of ``dtype``; `compare` says what the noise scale is."""
+    t, p = truth.detach().to(torch.float64), plain.detach().to(truth.device, torch.float64)
+    finite = t.isfinite()
+    t, p = t[finite], p[finite]
+    if t.numel() == 0:
+        return Budget(rounding_band(dtype), rounding_band(dtype), 1.0, 1.0)
+    p = torch.where(p.isfinite(), p, t)
+    tiny, eps = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).eps
+    norm, peak = max(_rms(t), tiny), max(_peak(t), tiny)
+    band, noise = rounding_band(dtype), noise_scale * eps
+    return Budget(
+        2 * _rms(p - t) / norm + band + 4 * noise / norm,
+        2 * (p - t).abs().max().item() / peak + band + 16 * noise / peak,
+        norm,
+        peak,
+    )
 
 
 def compare(name: str, ours: Tensor, truth: Tensor, plain: Tensor, noise_scale: float = 0.0) -> TensorError:
@@ -179,26 +229,22 @@ def compare(name: str, ours: Tensor, truth: Tensor, plain: Tensor, noise_scale: 
     """
     if tuple(ours.shape) != tuple(truth.shape):
         return _problem(name, f"shape {tuple(ours.shape)}, expected {tuple(truth.shape)}")
-    band = rounding_band(ours.dtype)
-    o, t, p = (x.detach().to(truth.device, torch.float64) for x in (ours, truth, plain))
+    o, t = (x.detach().to(truth.device, torch.float64) for x in (ours, truth))
     special = ~t.isfinite()
     if not torch.equal(o.isnan(), t.isnan()) or not torch.equal(o[t.isinf()], t[t.isinf()]):
         return _problem(name, f"{int((o.isnan() != t.isnan()).sum())} NaN and infinities out of place")
     if not o[~special].isfinite().all():
         return _problem(name, "infinite where the truth is finite")
-    o, t, p = (x[~special] for x in (o, t, p))
-    if t.numel() == 0:
-        return TensorError(name, 0.0, band, 0.0, band)
-    p = torch.where(p.isfinite(), p, t)
-    tiny = torch.finfo(torch.float32).tiny
-    noise = noise_scale * torch.finfo(torch.float32).eps
-    norm, peak = max(_rms(t), tiny), max(_peak(t), tiny)
+    allowed = budget(truth, plain, ours.dtype, noise_scale)
+    error = (o - t)[~special]
+    if error.numel() == 0:
+        return TensorError(name, 0.0, allowed.l2, 0.0, allowed.max)
     return TensorError(
         name,
-        error_l2=_rms(o - t) / norm,
-        budget_l2=2 * _rms(p - t) / norm + band + 4 * noise / norm,
-        error_max=(o - t).abs().max().item() / peak,
-        budget_max=2 * (p - t).abs().max().item() / peak + band + 16 * noise / peak,
+        error_l2=_rms(error) / allowed.norm,
+        budget_l2=allowed.l2,
+        error_max=error.abs().max().item() / allowed.peak,
+        budget_max=allowed.max,
     )
 
 

@@ -121,6 +121,11 @@ def availability(name: str) -> str | None:
 availability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def ask_again(name: str) -> None:
+    """What `availability` found for a backend holds no longer."""
+    _availability.pop(name, None)
+
+
 def launcher(backend: str, name: str) -> Callable[..., Any]:
     """The Python function that launches kernel ``name`` on ``backend``; imported on first use, then looked up."""
     key = (backend, name)

@@ -20,7 +20,7 @@ import torch
 import wgpu
 
 from headwise.backends.webgpu import adapter as adapters
-from headwise.backends.webgpu import shaders
+from headwise.backends.webgpu import passes, shaders
 from headwise.backends.webgpu.storage import Pool, Region, Storage, contiguous_strides
 
 # Dispatches recorded before the GPU is given them: few enough that it does not wait for the host, many enough that
@@ -70,10 +70,12 @@ class Trace:
 
 
 class Device:
-    def __init__(self) -> None:
-        adapter = adapters.choose()
-        self.capabilities = adapters.capabilities(adapter)
-        self.gpu = adapters.open_device(adapter, self.capabilities)
+    def __init__(
+        self, given: tuple[Any, adapters.Capabilities] | None = None, dialect: str = shaders.NAGA
+    ) -> None:
+        """Of the best adapter here; or what is given: anything that is called as wgpu's device is, and what it can do."""
+        self.gpu, self.capabilities = given or _open()
+        self.dialect = dialect
         self.lock = threading.RLock()
         self.explained_loss = _ExplainedLoss(self)
         self.pool = Pool(self.gpu, self.capabilities.buffer_bytes, self.capabilities.name, self.flush)
@@ -85,13 +87,14 @@ class Device:
         self._staging: dict[int, list[Any]] = {}
         self._encoder: Any = None
         self._pass: Any = None
+        self._record: passes.Record  # into the open pass
         self._recording = 0  # number of the command buffer that is being recorded
         self._recorded = 0  # dispatches in it
         self._timer: _Timer | None = None
         self._bound_kernel: Kernel | None = None  # in the open pass
         self.trace: Trace | None = None
         self.plans: dict[Any, Any] = {}  # how to do a call again: see replay.py
-        if self.capabilities.tier >= "C":
+        if given is None and self.capabilities.tier >= "C":
             self.capabilities = self._with_subgroups_tried(self.capabilities)
 
     def _with_subgroups_tried(self, capabilities: adapters.Capabilities) -> adapters.Capabilities:
@@ -114,7 +117,7 @@ class Device:
         key = (name, *variant.items())
         found = self._kernels.get(key)
         if found is None:
-            source = shaders.render(name, **variant)
+            source = shaders.render(name, dialect=self.dialect, **variant)
             found = self._compiled.get(source.text) or self._compile(name, source)
             self._kernels[key] = self._compiled[source.text] = found
         return found
@@ -154,6 +157,7 @@ class Device:
             groups = spread(groups)
         if 0 in groups:
             return
+        groups = (*groups, 1, 1)[:3]
         source = kernel.source
         if len(regions) != len(source.buffers):
             raise RuntimeError(f"{source.name} binds {[b.name for b in source.buffers]}, and was given {list(regions)}")
@@ -183,11 +187,8 @@ class Device:
             group = self._groups[key] = self._bind_group(kernel, data, bound)
         if self._pass is None:
             self._begin_pass()
-        if kernel is not self._bound_kernel:
-            self._pass.set_pipeline(kernel.pipeline)
-            self._bound_kernel = kernel
-        self._pass.set_bind_group(0, group)
-        self._pass.dispatch_workgroups(*groups)
+        self._record(None if kernel is self._bound_kernel else kernel.pipeline, group, groups)
+        self._bound_kernel = kernel
         self.counts.dispatches += 1
         self._recorded += 1
         if self._recorded >= _MOST_RECORDED:
@@ -231,6 +232,7 @@ class Device:
             self._encoder = self.gpu.create_command_encoder()
         timestamps = None if self._timer is None else self._timer.next_pass()
         self._pass = self._encoder.begin_compute_pass(timestamp_writes=timestamps)
+        self._record = passes.recorder(self._pass)
         self._bound_kernel = None
 
     def _encode_outside_a_pass(self) -> Any:
@@ -372,6 +374,12 @@ class Device:
             timer.finish()
 
 
+def _open() -> tuple[Any, adapters.Capabilities]:
+    adapter = adapters.choose()
+    capabilities = adapters.capabilities(adapter)
+    return adapters.open_device(adapter, capabilities), capabilities
+
+
 class _Timer:
     def __init__(self, device: Device) -> None:
         if not device.capabilities.timestamps:
@@ -447,6 +455,17 @@ def device() -> Device:
                 _current = Device()
             found = _current
     return found
+
+
+@contextmanager
+def current(device: Device) -> Iterator[None]:
+    """Within the block this is the device of the process, and of all its threads."""
+    global _current
+    before, _current = _current, device
+    try:
+        yield
+    finally:
+        _current = before
 
 
 def counts() -> Counts:
