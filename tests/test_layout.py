@@ -36,6 +36,7 @@ OPTIONAL = {
     "numpy": ("headwise.backends.webgpu", "headwise.benchmark"),
     "rich": ("headwise.cli", "headwise.benchmark"),
     "matplotlib": (),
+    "safetensors": (),
     "transformers": ("headwise.integrations",),
 }
 

@@ -1,0 +1,1 @@
+"""The demo: a small transformer that trains, speaks and shows its attention, all with Headwise ops."""
