@@ -155,9 +155,7 @@ def measure(
     return compare_all(results, truth, plain)
 
 
-def maker_of(
-    suite: Suite, case: Case, dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0
-) -> Maker:
+def maker_of(suite: Suite, case: Case, dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0) -> Maker:
     """What makes the inputs of a case: its numbers depend on its name and the seed alone."""
     return Maker(dtype, torch.device(device), seed + zlib.crc32(f"{suite.op}/{case.name}".encode()))
 
@@ -194,7 +192,7 @@ def noise_scales(truth: Outputs) -> dict[str, float]:
 
 
 class Budget(NamedTuple):
-    """What the two errors of a tensor may be, relative to ``norm`` and ``peak``: the sizes of the truth's finite elements."""
+    """What the two errors of a tensor may be, relative to ``norm`` and ``peak``, the sizes of the truth's elements."""
 
     l2: float
     max: float

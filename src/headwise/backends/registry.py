@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -108,6 +108,15 @@ def verdict(row: Backend, call: Call) -> str | None:
         return f"it computes in {allowed}, not {str(call.dtype).removeprefix('torch.')}"
     reason: str | None = row.rules.supports(call)
     return reason
+
+
+def note(name: str, call: Call, arguments: Mapping[str, Any]) -> str | None:
+    """What the backend has to say of how it runs this call: which of its kernels, say; None if there is no choice.
+
+    ``arguments``: those of the op by name, as far as they are known.
+    """
+    say = getattr(_find(name).rules, "note", None)
+    return None if say is None else say(call, arguments)
 
 
 def availability(name: str) -> str | None:

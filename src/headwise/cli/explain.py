@@ -192,7 +192,8 @@ def run(args: argparse.Namespace) -> int:
         call = _explain.describe(args.op, *positional, **keywords)
     except (TypeError, ValueError) as error:  # the op refuses such a call
         raise _terminal.UsageError(str(error)) from error
-    explanation = _explain.judge(call._replace(device=args.device), args.backend)
+    arguments = _explain.named(args.op, *positional, **keywords)
+    explanation = _explain.judge(call._replace(device=args.device), args.backend, arguments)
     if args.json:
         _terminal.print_json(explanation.to_json())
     else:
@@ -210,6 +211,8 @@ def _print(explanation: _explain.Explanation) -> None:
     console.print(table)
     if explanation.chosen is not None:
         console.print(f"Runs on [bold green]{explanation.chosen}[/bold green].")
+        if explanation.note is not None:
+            console.print(Text(explanation.note))
     else:
         console.print(Text(f"ValueError: {explanation.error}", "red"))
 

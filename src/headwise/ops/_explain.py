@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from headwise.backends import registry
@@ -56,6 +57,7 @@ class Explanation:
     verdicts: tuple[Verdict, ...]
     chosen: str | None  # None: the call would raise, with `error`
     error: str | None = None
+    note: str | None = None  # how the chosen backend runs it, where it has several kernels for it
 
     def headline(self) -> str:
         sizes = " ".join(f"{letter}={size}" for letter, size in self.call.sizes.items())
@@ -74,6 +76,8 @@ class Explanation:
         for v in self.verdicts:
             mark = "→" if v.backend == self.chosen else " "
             lines.append(f"{mark} {v.backend:<{width}}  {'runs' if v.runs else f'no: {v.reason}'}")
+            if v.backend == self.chosen and self.note is not None:
+                lines.append(f"  {'':<{width}}  {self.note}")
         if self.error is not None:
             lines.append(f"raises ValueError: {self.error}")
         return "\n".join(lines)
@@ -88,6 +92,7 @@ class Explanation:
             "kernels": list(self.call.launchers),
             "verdicts": [{"backend": v.backend, "runs": v.runs, "reason": v.reason} for v in self.verdicts],
             "chosen": self.chosen,
+            "note": self.note,
             "error": self.error,
         }
 
@@ -104,23 +109,31 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
       webgpu  no: the package wgpu is not installed: pip install 'headwise[webgpu]'
     → cpu     runs
     """
-    return judge(describe(op, *args, **kwargs), kwargs.get("backend"))
+    return judge(describe(op, *args, **kwargs), kwargs.get("backend"), named(op, *args, **kwargs))
 
 
 def describe(op: str, *args: Any, **kwargs: Any) -> registry.Call:
     """The call object that the op makes of these arguments; raises what the op raises."""
     if op not in CALLS:
         raise ValueError(f"explain: op is {op!r}; it needs to be one of {', '.join(CALLS)}")
-    public = getattr(sys.modules[CALLS[op].__module__], op)
-    inspect.signature(public).bind(*args, **kwargs)  # a misspelt argument raises as it does in the call
+    named(op, *args, **kwargs)  # a misspelt argument raises as it does in the call
     known = {name: value for name, value in kwargs.items() if name not in _BESIDE_THE_CALL}
     return CALLS[op](*args, **known)
 
 
-def judge(call: registry.Call, backend: str | None = None) -> Explanation:
-    """Ask every backend about a call."""
+def named(op: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments by the names that the op has for them."""
+    public = getattr(sys.modules[CALLS[op].__module__], op)
+    return inspect.signature(public).bind(*args, **kwargs).arguments
+
+
+def judge(
+    call: registry.Call, backend: str | None = None, arguments: Mapping[str, Any] = MappingProxyType({})
+) -> Explanation:
+    """Ask every backend about a call; ``arguments`` are those it was made of, as far as they are known."""
     verdicts = tuple(Verdict(row.name, registry.verdict(row, call)) for row in registry.BACKENDS)
     try:
-        return Explanation(call, verdicts, registry.choose(call, backend))
+        chosen = registry.choose(call, backend)
     except ValueError as error:
         return Explanation(call, verdicts, None, str(error))
+    return Explanation(call, verdicts, chosen, note=registry.note(chosen, call, arguments))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headwise.backends.triton import tile_sizes
+from headwise.backends.triton import hopper, tile_sizes
+from headwise.backends.triton.hopper import backward_coverage
 from headwise.config import settings
 
 if TYPE_CHECKING:
@@ -65,3 +67,38 @@ def supports(call: Call) -> str | None:
                 f"gradients of a head dim of {widest} in this dtype do not fit the shared memory of this GPU ({arch})"
             )
     return None
+
+
+def note(call: Call, arguments: Mapping[str, Any]) -> str | None:
+    """Which kernels run an attention call on a GPU."""
+    if call.op not in ("attention", "attention_varlen") or call.device != "cuda" or not torch.cuda.is_available():
+        return None
+    missing = hopper.missing(torch.cuda.current_device())
+    said = f"forward: {_kernel(missing or _not_forward(call, arguments))}"
+    if any(name.endswith("backward") for name in call.launchers):
+        said += f"; backward: {_kernel(missing or _not_backward(call, arguments))}"
+    return said
+
+
+def _kernel(reason: str | None) -> str:
+    return "the Hopper kernel" if reason is None else f"the plain kernel ({reason})"
+
+
+def _not_forward(call: Call, arguments: Mapping[str, Any]) -> str | None:
+    shapes, strides = hopper.as_dense(call.op == "attention_varlen", *(arguments[name] for name in "qkv"))
+    masked = _given(arguments, "mask", "bias")
+    return hopper.covers_forward(call.dtype, *shapes, strides, masked, arguments.get("max_seqlen_q"))
+
+
+def _not_backward(call: Call, arguments: Mapping[str, Any]) -> str | None:
+    packed = call.op == "attention_varlen"
+    shapes, strides = hopper.as_dense(packed, *(arguments[name] for name in "qkv"))
+    right = 0 if arguments.get("causal") else (arguments.get("window") or (None, None))[1]
+    return backward_coverage.covers_backward(
+        call.dtype, *shapes, strides, _given(arguments, "mask", "bias"), _given(arguments, "kv_lengths"),
+        _given(arguments, "sink"), packed, -1 if right is None else right, arguments.get("softcap") or 0.0,
+    )  # fmt: skip
+
+
+def _given(arguments: Mapping[str, Any], *names: str) -> bool:
+    return any(arguments.get(name) is not None for name in names)

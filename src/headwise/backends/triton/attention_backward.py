@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwise import layout
-from headwise.backends.triton import tile_sizes
+from headwise.backends.triton import hopper, tile_sizes
 from headwise.backends.triton.attention_bias import bias_gradient
 from headwise.backends.triton.attention_forward import packed_tiles, search_block
 from headwise.backends.triton.blocks import (
@@ -404,6 +404,15 @@ def _launch_backward(
         out = out.contiguous()
     lse = lse.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    if mask is None and bias is None and kv_lengths is None and _for_hopper(q):
+        from headwise.backends.triton.hopper import attention_backward as on_hopper  # only where there is such a GPU
+
+        packed = None if cu_q is None or cu_k is None else on_hopper.Packed(cu_q, cu_k, max_q, max_k)
+        dsink = on_hopper.try_backward(
+            grad_out, grad_lse, q, k, v, out, lse, sink, packed, flags, need_sink_grad, dq, dk, dv
+        )
+        if dsink is not None:
+            return dsink, lse  # the statistics are for the gradient of a bias
     bits, banded, widest = 8 * q.element_size(), flags.left >= 0 or flags.right >= 0, max(q.shape[3], v.shape[3])
     plans = _plans(
         tile_sizes.tile("attention_backward_queries", bits, widest, banded, q.device),
@@ -428,6 +437,13 @@ def _launch_backward(
     if sink_parts is None or sink is None:
         return q.new_empty(0), stats
     return sink_parts.sum((0, 2)).to(sink.dtype), stats
+
+
+def _for_hopper(q: Tensor) -> bool:
+    """Could the kernels of hopper/ run here? A tile that `headwise tune` asks for is one of the plain kernels."""
+    if not q.is_cuda or hopper.missing(q.get_device()) is not None:
+        return False
+    return not any(map(tile_sizes.is_forced, ("attention_backward_queries", "attention_backward_keys")))
 
 
 class _Plans(NamedTuple):

@@ -7,6 +7,7 @@ Keys that all of its rows see are visited without a mask; the ends of the range,
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwise import layout
-from headwise.backends.triton import tile_sizes
+from headwise.backends.triton import hopper, tile_sizes
 from headwise.backends.triton.blocks import (
     Strides,
     as_bytes,
@@ -256,7 +257,32 @@ def _launch_forward(
     kv_lengths: Tensor | None, sink: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
     flags: Flags,
 ) -> None:  # fmt: skip
-    kv_lengths, sink, mask = in_order(kv_lengths), in_order(sink), as_bytes(mask)
+    kv_lengths, sink = in_order(kv_lengths), in_order(sink)
+    if mask is None and bias is None and _for_hopper(q):
+        taken = _hopper_forward()(q, k, v, out, lse, kv_lengths, sink, cu_q, cu_k, max_q, max_k, flags)
+        if taken:
+            return
+    _launch_plain(q, k, v, out, lse, mask, bias, kv_lengths, sink, cu_q, cu_k, max_q, max_k, flags)
+
+
+def _for_hopper(q: Tensor) -> bool:
+    """Could the kernels of hopper/ run here? A tile that `headwise tune` asks for is one of the plain kernel."""
+    return q.is_cuda and hopper.missing(q.get_device()) is None and not tile_sizes.is_forced("attention_forward")
+
+
+@functools.cache
+def _hopper_forward() -> Callable[..., bool]:
+    from headwise.backends.triton.hopper.attention_forward import try_forward  # only where there is such a GPU
+
+    return try_forward
+
+
+def _launch_plain(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, bias: Tensor | None,
+    kv_lengths: Tensor | None, sink: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
+    flags: Flags,
+) -> None:  # fmt: skip
+    mask = as_bytes(mask)
     element, value_dim = q.element_size(), v.shape[3]
     banded = flags.left >= 0 or flags.right >= 0
     tile = tile_sizes.tile("attention_forward", 8 * element, max(q.shape[3], value_dim), banded, q.device)

@@ -48,6 +48,10 @@ def covers(kernel: str, bits: int, head_dim: int, arch: str) -> bool:
     return shape_class(bits, 1 << (head_dim - 1).bit_length(), False) in table(arch)[kernel]
 
 
+def is_forced(kernel: str) -> bool:
+    return kernel in _forced
+
+
 @contextmanager
 def forced(kernel: str, tile: Tile) -> Iterator[None]:
     """Within the block every call of ``kernel`` works in this tile, whatever the table says: for `headwise tune`."""

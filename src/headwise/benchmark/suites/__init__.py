@@ -10,6 +10,7 @@ from headwise.benchmark.case import BenchSuite
 SUITES: dict[str, str] = {
     "cpu": "headwise.benchmark.suites.cpu",
     "cuda": "headwise.benchmark.suites.cuda",
+    "hopper": "headwise.benchmark.suites.hopper",
     "webgpu": "headwise.benchmark.suites.webgpu",
 }
 

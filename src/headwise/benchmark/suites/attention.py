@@ -157,17 +157,25 @@ def attention_case(
     requirements: tuple[Requirement, ...] = (),
     dtype: torch.dtype = torch.float32,
     timed: Timed = "device",
+    heads_inside: bool = False,
 ) -> BenchCase:
     """`headwise.attention` at a shape; ``features(maker)`` adds arguments (softcap, sink, kv_lengths).
+
+    heads_inside: q, k and v are views of ``(B, S, H, D)``, as a model's projections give them, and not ``(B, H, S, D)``.
 
     The work counted is that of the shape and its visibility; a feature's own arithmetic counts as cost, not as work.
     """
     batch, heads, key_heads, length, head_dim = shape
     pairs = visibility.pairs(length, length)
 
+    def normal(maker: Maker, of: int) -> Tensor:
+        if heads_inside:
+            return maker.normal(batch, length, of, head_dim).transpose(1, 2)
+        return maker.normal(batch, of, length, head_dim)
+
     def make(maker: Maker) -> Arguments:
-        q = maker.normal(batch, heads, length, head_dim)
-        k, v = (maker.normal(batch, key_heads, length, head_dim) for _ in range(2))
+        q = normal(maker, heads)
+        k, v = (normal(maker, key_heads) for _ in range(2))
         return {"q": q, "k": k, "v": v, **visibility.flags(), **features(maker)}
 
     group_size = heads // key_heads

@@ -1,4 +1,4 @@
-"""Peers on a GPU: each kernel of PyTorch's attention by itself, and FlexAttention, compiled.
+"""Peers on a GPU: each kernel of PyTorch's attention by itself, FlexAttention, compiled, and FlashAttention-4.
 
 A peer that cannot run a case raises `Absent` when it is prepared, and the report says so.
 """
@@ -18,6 +18,7 @@ from headwise.benchmark.suites.attention import QKV, sdpa
 from headwise.testing import Arguments
 
 FA2, CUDNN, EFFICIENT, MATH, FLEX = "FA2", "cuDNN", "SDPA efficient", "SDPA math", "FlexAttention"
+FA4 = "FA4"
 _KERNELS = {
     FA2: SDPBackend.FLASH_ATTENTION,
     CUDNN: SDPBackend.CUDNN_ATTENTION,
@@ -37,6 +38,37 @@ def sdpa_decode_peers(*names: str) -> tuple[Contender, ...]:
 
 def flex_peer() -> Contender:
     return Contender(FLEX, _flex)
+
+
+def fa4_peer(packed: bool = False) -> Contender:
+    """FlashAttention-4 (the package flash-attn-4), where it is installed."""
+    return Contender(FA4, _fa4_packed if packed else _fa4)
+
+
+def _fa4(arguments: Arguments) -> Callable[[], Tensor]:
+    from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found,unused-ignore]
+
+    q, k, v = (arguments[name].transpose(1, 2) for name in QKV)
+    options = {"causal": arguments["causal"], **_fa4_window(arguments)}
+    return _tried(lambda: _only_output(flash_attn_func(q, k, v, **options)).transpose(1, 2), arguments)
+
+
+def _fa4_packed(arguments: Arguments) -> Callable[[], Tensor]:
+    from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found,unused-ignore]
+
+    q, k, v = (arguments[name] for name in QKV)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "causal")
+    options = {name: arguments[name] for name in names}
+    return _tried(lambda: _only_output(flash_attn_varlen_func(q, k, v, **options)), arguments)
+
+
+def _fa4_window(arguments: Arguments) -> dict[str, Any]:
+    return {} if arguments["window"] is None else {"window_size": tuple(arguments["window"])}
+
+
+def _only_output(result: Any) -> Tensor:
+    """Some releases give the lse beside the output."""
+    return cast(Tensor, result[0] if isinstance(result, tuple) else result)
 
 
 def _sdpa_peer(name: str, prepare: Callable[[Arguments], Callable[[], Tensor]]) -> Contender:

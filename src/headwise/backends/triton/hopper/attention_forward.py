@@ -1,0 +1,117 @@
+"""The launcher of the Hopper forward kernel."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from headwise.backends.triton.hopper import ForwardTile, Strides, covers_forward, forward_tile, tiles_in_all
+from headwise.backends.triton.hopper.descriptors import Box, DescribedPlan
+from headwise.backends.triton.hopper.forward_kernel import forward
+from headwise.backends.triton.hopper.schedule import Variant
+from headwise.backends.triton.scores import band_of
+
+if TYPE_CHECKING:
+    from headwise.ops.attention._arguments import Flags
+
+_LOG2E = 1.4426950408889634
+_ROWS = 64
+_L2_SHARE = 32 << 20  # bytes of keys and values that are in use at once: about two thirds of the cache
+_LARGE_HEAD = 16 << 20  # heads with this much of them go one by one: two at a time were slower (D 256, 16384 keys)
+_SEARCH = 128
+_ALIGNMENT = 16  # bytes: what TMA needs of an address
+
+_Q, _K, _V, _OUT = range(4)
+
+
+# What a model calls once it calls again and again: working a launch out costs as much as the launch.
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    dtype: torch.dtype, q_shape: tuple[int, ...], k_shape: tuple[int, ...], value_dim: int, strides: tuple[Strides, ...],
+    lengths: bool, sequences: int | None, max_q: int, max_k: int, flags: Flags, processors: int, tile: ForwardTile | None,
+) -> DescribedPlan | None:  # fmt: skip
+    """For q ``(B, Hq, Sq, D)`` and k ``(B, Hk, Sk, D)``; a packed batch of ``sequences`` is one entry of all tokens."""
+    batch, heads, q_length, head_dim = q_shape
+    key_heads, k_length = k_shape[1:3]
+    packed = sequences is not None
+    longest = min(max_q, q_length) if packed else q_length
+    if tile is None:
+        if covers_forward(dtype, q_shape, k_shape, value_dim, strides, False, longest) is not None:
+            return None
+        banded = flags.left >= 0 or flags.right >= 0
+        tile = forward_tile(head_dim, longest, banded, tiles_in_all(q_shape), processors)
+    queries, group = _ROWS * tile.consumers, heads // key_heads
+    tiles = -(-q_length // queries) if sequences is None else q_length // queries + sequences + 1
+    works = tiles * heads * batch
+    # Heads at once: as many as fit the cache, in groups of about the same size.
+    of_head = 4 * k_length * head_dim
+    fitting = (1 if of_head >= _LARGE_HEAD else _L2_SHARE // of_head) * group
+    groups = -(-batch * heads // min(fitting, batch * heads))
+    at_once = -(-batch * heads // groups)
+    left, right = band_of(flags, q_length, k_length)
+    unseen = left >= 0 and k_length - q_length > left  # keys before the first query's window
+    unit, inner = flags.scale * _LOG2E, 1.0
+    if flags.softcap:
+        unit, inner = flags.softcap * _LOG2E, 2.0 * _LOG2E * flags.scale / flags.softcap
+    rows, keys = Box(_ROWS, tile.d0), Box(tile.keys, tile.d0)
+    more_rows, more_keys = Box(_ROWS, tile.d1), Box(tile.keys, tile.d1)
+    second = tile.d1 > 0
+    return DescribedPlan(
+        forward,
+        (min(processors, works), 1, 1),
+        (
+            (_Q, rows), (_Q, more_rows) if second else None, (_K, keys), (_K, more_keys) if second else None,
+            (_V, keys), (_V, more_keys) if second else None, (_OUT, rows),
+            (_OUT, more_rows) if second and not tile.one_o else None,
+        ),
+        (
+            q_length, k_length, heads, group, tiles, works, at_once, left, right, sequences or 0, max_q, max_k,
+            strides[_OUT][1], strides[_OUT][2], head_dim, unit, inner,
+        ),
+        Variant(
+            has_left=left >= 0, has_right=right >= 0, has_cap=flags.softcap > 0, packed=packed,
+            cut=packed or lengths or unseen, search=_SEARCH, **tile._asdict(),
+        ),
+    )  # fmt: skip
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# The counter that programs draw their work from. Every launch leaves it at zero, so launches on one stream may share one;
+# a launch that is captured in a graph gets one of its own, zeroed by the graph itself.
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def _counter(like: Tensor, device: int) -> Tensor:
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=like.device)
+    key = (device, torch._C._cuda_getCurrentRawStream(device))
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=like.device)
+    return counter
+
+
+def try_forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kv_lengths: Tensor | None, sink: Tensor | None,
+    cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, flags: Flags, tile: ForwardTile | None = None,
+) -> bool:  # fmt: skip
+    """Launch, if these kernels take the call; the arguments are those of the plain launcher without mask and bias.
+
+    A ``tile`` is for measuring and tests: the call is launched in it, whether it is chosen for such calls or not.
+    """
+    device = q.get_device()
+    plan = _plan(
+        q.dtype, q.shape, k.shape, v.shape[3], (q.stride(), k.stride(), v.stride(), out.stride()),
+        kv_lengths is not None, None if cu_q is None else cu_q.shape[0] - 1, max_q, max_k, flags, _processors(device), tile,
+    )  # fmt: skip
+    if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % _ALIGNMENT:
+        return False
+    plan.launch((q, k, v, out), (out, lse, sink, kv_lengths, cu_q, cu_k, _counter(q, device)))
+    return True

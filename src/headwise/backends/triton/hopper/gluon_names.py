@@ -1,0 +1,51 @@
+"""Gluon under one set of names: what Triton 3.6 and its newer releases call differently stands here and nowhere else."""
+
+from __future__ import annotations
+
+from triton import constexpr_function
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+RENAMED = gl.constexpr(hasattr(gl, "barrier"))  # a release after 3.6
+
+# Waits for all warps of the partition it is called in.
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
+# (descriptor, coordinates, barrier, shared memory) and (descriptor, coordinates, shared memory).
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+wait_for_stores = tma.store_wait
+
+
+@gluon.jit
+def reinterpret(buffer, SHAPE, LAYOUT: gl.constexpr):
+    """The same shared memory in another shape and layout."""
+    if RENAMED:
+        return buffer.reinterpret(buffer.dtype, SHAPE, LAYOUT)
+    else:
+        return buffer._reinterpret(buffer.dtype, SHAPE, LAYOUT)
+
+
+__all__ = [
+    "TensorDescriptor",
+    "constexpr_function",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "load_tile",
+    "mbarrier",
+    "reinterpret",
+    "store_tile",
+    "thread_barrier",
+    "wait_for_stores",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]

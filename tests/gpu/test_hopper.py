@@ -1,0 +1,148 @@
+"""The Hopper forward on a Hopper GPU: against the plain kernel, bit for bit over many runs, in graphs and on streams.
+
+HEADWISE_TEST_REPEATS: how often one shape is repeated; 10000 unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from gpu_machine import assert_close, bits, gpu, ints, normal, same_bits  # noqa: F401  # gpu is a fixture
+from torch import Tensor
+
+import headwise as hw
+from headwise.backends.triton import hopper
+
+REPEATS = int(os.environ.get("HEADWISE_TEST_REPEATS", "10000"))
+DIMS = (64, 80, 96, 128, 192, 256)
+FLAGS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (300, 0)},
+    "two-sided window": {"window": (100, 700)},
+    "softcap": {"causal": True, "softcap": 20.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(gpu: None) -> None:  # noqa: F811
+    reason = hopper.missing(torch.cuda.current_device())
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def qkv(batch: int, heads: int, key_heads: int, queries: int, keys: int, dim: int, inside: bool = True) -> list[Tensor]:
+    def one(of: int, length: int, seed: int) -> Tensor:
+        if inside:
+            return normal(batch, length, of, dim, seed=seed).transpose(1, 2)
+        return normal(batch, of, length, dim, seed=seed)
+
+    return [one(heads, queries, 1), one(key_heads, keys, 2), one(key_heads, keys, 3)]
+
+
+def plainly(call, *args, **kwargs):
+    """The same call by the plain kernel: the one a tile was asked for."""
+    from headwise.backends.triton import tile_sizes
+
+    q = args[0]
+    tile = tile_sizes.tile("attention_forward", 16, q.shape[-1], True, q.device)
+    with tile_sizes.forced("attention_forward", tile):
+        return call(*args, **kwargs)
+
+
+def note(op: str, *args, **kwargs) -> str:
+    return hw.explain(op, *args, **kwargs).note
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["heads inside", "heads outside"])
+@pytest.mark.parametrize("lengths", [(512, 512), (1000, 1000), (2049, 2049), (600, 777), (700, 130)], ids=str)
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("dim", DIMS)
+def test_forward_agrees_with_the_plain_kernel(dim, name, lengths, inside):
+    q, k, v = qkv(2, 16, 4, *lengths, dim, inside)
+    flags = FLAGS[name]
+    assert note("attention", q, k, v, **flags) == "forward: the Hopper kernel"
+    out, lse = hw.attention(q, k, v, return_lse=True, **flags)
+    expected, expected_lse = plainly(hw.attention, q, k, v, return_lse=True, **flags)
+    assert_close(out, expected, 5e-3)
+    assert torch.equal(lse.isinf(), expected_lse.isinf())
+    seen = expected_lse.isfinite()
+    assert (lse - expected_lse)[seen].abs().max() < 1e-3
+
+
+def test_sink_and_lengths_with_an_unused_cache_of_nan():
+    q, k, v = qkv(4, 8, 2, 600, 1100, 128)
+    sink, lengths = normal(8, dtype=torch.float32), ints(1100, 650, 0, 601)
+    for entry, length in enumerate(lengths.tolist()):
+        k[entry, :, length:] = v[entry, :, length:] = math.nan
+    for causal in (False, True):
+        given = {"kv_lengths": lengths, "sink": sink, "causal": causal, "return_lse": True}
+        out, lse = hw.attention(q, k, v, **given)
+        expected, expected_lse = plainly(hw.attention, q, k, v, **given)
+        assert_close(out, expected, 5e-3)
+        assert torch.equal(lse.isinf(), expected_lse.isinf())
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_do_not_touch_each_other(dim, causal):
+    lengths = [1, 700, 0, 64, 128, 257, 63, 1000, 3]
+    total = sum(lengths) + 50
+    q, k, v = normal(total, 8, dim, seed=1), normal(total, 2, dim, seed=2), normal(total, 2, dim, seed=3)
+    cu = ints(0, *lengths).cumsum(0).int()
+    given = {"causal": causal, "return_lse": True}
+    k[cu[-1] :] = v[cu[-1] :] = math.nan
+    out, _ = hw.attention_varlen(q, k, v, cu, cu, 1000, 1000, **given)
+    expected, _ = plainly(hw.attention_varlen, q, k, v, cu, cu, 1000, 1000, **given)
+    assert_close(out, expected, 5e-3)
+    assert not out[cu[-1] :].any()
+    v[cu[4] : cu[5]] = math.nan
+    others = torch.ones(total, dtype=torch.bool, device=q.device)
+    others[cu[4] : cu[5]] = False
+    again, _ = hw.attention_varlen(q, k, v, cu, cu, 1000, 1000, **given)
+    assert same_bits((again[others],), (out[others],))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_runs_give_the_same_bits(dim):
+    q, k, v = qkv(2, 8, 4, 1024, 1024, dim)
+    first = hw.attention(q, k, v, causal=True, return_lse=True)
+    wrong = torch.zeros((), dtype=torch.int64, device=q.device)
+    for _ in range(REPEATS):
+        again = hw.attention(q, k, v, causal=True, return_lse=True)
+        for a, b in zip(first, again, strict=True):
+            wrong += (bits(a) != bits(b)).sum()
+    assert int(wrong) == 0
+
+
+def test_graphs_and_streams_draw_their_work_from_counters_of_their_own():
+    q, k, v = qkv(2, 8, 8, 1024, 1024, 128)
+    expected = hw.attention(q, k, v, causal=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = hw.attention(q, k, v, causal=True)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    for _ in range(20):
+        graph.replay()
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(hw.attention(q, k, v, causal=True))
+    torch.cuda.synchronize()
+    assert same_bits((captured,), (expected,))
+    assert all(same_bits((x,), (expected,)) for x in results)
+
+
+def test_what_is_not_covered_goes_to_the_plain_kernel_and_says_so():
+    q, k, v = qkv(1, 32, 32, 600, 600, 128)
+    mask = torch.ones(600, 600, dtype=torch.bool, device=q.device)
+    assert "the plain kernel; it reads no mask" in note("attention", q, k, v, mask=mask)
+    odd = normal(1, 32, 600, 132)[..., :128]
+    assert "the plain kernel; the strides of q" in note("attention", odd, k, v)
+    assert_close(hw.attention(odd, k, v), plainly(hw.attention, odd, k, v), 1e-6)
+    shifted = normal(32 * 600 * 128 + 1)[1:].view(1, 32, 600, 128)  # an address that no descriptor takes
+    assert_close(hw.attention(shifted, k, v), plainly(hw.attention, shifted, k, v), 1e-6)

@@ -1,0 +1,166 @@
+"""The Hopper backward on a Hopper GPU: right against float64 for tails, groups and bands, and the same bits in every run.
+
+HEADWISE_REPEATS: how often the same backward is run (10,000 take some seconds).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from gpu_machine import DEVICE, assert_close, differing, gpu, normal
+from torch import Tensor
+
+import headwise as hw
+from headwise.backends.triton.hopper import backward_coverage
+
+__all__ = ["gpu"]
+
+REPEATS = int(os.environ.get("HEADWISE_REPEATS", "10000"))
+
+
+@pytest.fixture(autouse=True)
+def only_on_hopper(gpu, monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    # Small calls too, which are left to the plain kernels otherwise.
+    for width, tile in backward_coverage.BACKWARD_TILES.items():
+        monkeypatch.setitem(backward_coverage.BACKWARD_TILES, width, tile._replace(least_tiles=1))
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How many backwards the Hopper kernel took."""
+    from headwise.backends.triton.hopper import attention_backward
+
+    calls = []
+    run = attention_backward.attention_backward
+    monkeypatch.setattr(attention_backward, "attention_backward", lambda *a: calls.append(1) or run(*a))
+    return calls
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, left: int, right: int, softcap: float) -> list[Tensor]:
+    """out, lse, dq, dk, dv in float64, head by head."""
+    (_, heads, rows, dim), (_, key_heads, keys, _) = q.shape, k.shape
+    like = {"dtype": torch.float64, "device": DEVICE}
+    out, lse = torch.zeros(*q.shape[:3], v.shape[3], **like), torch.zeros(*q.shape[:3], **like)
+    dq, dk, dv = (torch.zeros(x.shape, **like) for x in (q, k, v))
+    distance = torch.arange(keys, device=DEVICE)[None] - torch.arange(rows, device=DEVICE)[:, None] - (keys - rows)
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        seen &= distance >= -left
+    if right >= 0:
+        seen &= distance <= right
+    for b in range(q.shape[0]):
+        for h in range(heads):
+            g = h // (heads // key_heads)
+            q1, k1, v1, do = q[b, h].double(), k[b, g].double(), v[b, g].double(), grad[b, h].double()
+            s, slope = q1 @ k1.T / math.sqrt(dim), 1.0
+            if softcap:
+                t = torch.tanh(s / softcap)
+                s, slope = softcap * t, 1 - t * t
+            s = s.masked_fill(~seen, -math.inf)
+            lse[b, h] = torch.logsumexp(s, 1)
+            p = torch.exp(s - torch.where(lse[b, h] == -math.inf, 0.0, lse[b, h])[:, None])
+            out[b, h] = p @ v1
+            ds = p * (do @ v1.T - (out[b, h] * do).sum(1, keepdim=True)) * slope / math.sqrt(dim)
+            dq[b, h] = ds @ k1
+            dk[b, g] += ds.T @ q1
+            dv[b, g] += p.T @ do
+    return [out, lse, dq, dk, dv]
+
+
+SHAPES = {
+    "whole tiles": (2, 3, 3, 512, 512),
+    "tails": (1, 2, 2, 1000, 1000),
+    "one more than tiles": (1, 2, 2, 4097, 4097),
+    "more queries": (1, 2, 2, 1000, 777),
+    "more keys": (1, 2, 2, 300, 1111),
+    "grouped": (2, 8, 2, 640, 1152),
+    "one key head": (1, 6, 1, 333, 450),
+}
+BANDS = {
+    "full": (-1, -1, 0.0),
+    "causal": (-1, 0, 0.0),
+    "window": (100, 0, 0.0),
+    "both sides": (70, 200, 0.0),
+    "left": (200, -1, 0.0),
+    "cap": (-1, 0, 5.0),
+}
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_gradients_are_right(head_dim, shape, band, deterministic, taken, monkeypatch):
+    if not deterministic:
+        for width, tile in backward_coverage.BACKWARD_TILES.items():
+            monkeypatch.setitem(backward_coverage.BACKWARD_TILES, width, tile._replace(unordered_from=0))
+    batch, heads, key_heads, rows, keys = SHAPES[shape]
+    left, right, softcap = BANDS[band]
+    q, grad = (normal(batch, rows, heads, head_dim, seed=s).transpose(1, 2) for s in (1, 4))
+    k, v = (normal(batch, keys, key_heads, head_dim, seed=s).transpose(1, 2) for s in (2, 3))
+    out, lse, *gradients = truth(q, k, v, grad, left, right, softcap)
+    ours = hw.attention_backward(
+        grad, q, k, v, out.to(q.dtype), lse.float(), window=(left, right), softcap=softcap or None,
+        deterministic=deterministic, backend="triton",
+    )  # fmt: skip
+    assert len(taken) == 1
+    for name, x, y in zip(("dq", "dk", "dv"), ours, gradients, strict=True):
+        assert torch.isfinite(x).all(), name
+        assert_close(x, y, 5e-3)
+
+
+def test_sequences_of_a_packed_batch_do_not_touch_each_other(taken):
+    lengths = [100, 0, 300, 1, 1000, 64, 128, 777]
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
+    tokens = sum(lengths) + 77  # of no sequence
+    q, k, v, grad = (normal(tokens, 4, 128, seed=s) for s in range(4))
+    at = 0
+    pieces = []
+    for length in lengths:
+        part = slice(at, at + length)
+        x = [t[part].transpose(0, 1)[None] for t in (q, k, v, grad)]
+        pieces.append(truth(*x, -1, 0, 0.0))
+        at += length
+    out, dq, dk, dv = (torch.cat([p[i][0].transpose(0, 1) for p in pieces]) for i in (0, 2, 3, 4))
+    lse = torch.cat([p[1][0] for p in pieces], 1)
+    for x in (q, k, v, grad):
+        x[at:] = torch.nan
+    out = torch.cat([out, torch.zeros(77, 4, 128, device=DEVICE)]).bfloat16()
+    lse = torch.cat([lse, torch.full((4, 77), -math.inf, device=DEVICE)], 1).float()
+    ours = hw.attention_varlen_backward(
+        grad, q, k, v, out, lse, ends, ends, 1000, 1000, causal=True, deterministic=True, backend="triton"
+    )
+    assert len(taken) == 1
+    for x, y in zip(ours, (dq, dk, dv), strict=True):
+        assert_close(x[:at], y, 5e-3)
+        assert not x[at:].any()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_same_bits_in_every_run(head_dim, causal, taken):
+    q, k, v, grad = (normal(1, 8, 1000, head_dim, seed=s) for s in range(4))
+    out, lse, *_ = truth(q, k, v, grad, -1, 0 if causal else -1, 0.0)
+
+    def run():
+        return hw.attention_backward(
+            grad, q, k, v, out.to(q.dtype), lse.float(), causal=causal, deterministic=True, backend="triton"
+        )
+
+    first = run()
+    side, noise = torch.cuda.Stream(), normal(512, 512)
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for repeat in range(REPEATS):
+        # Work on another stream changes which program runs when.
+        with torch.cuda.stream(side):
+            if repeat % 3 == 0:
+                noise = (noise @ noise).clamp_(-1, 1)
+        wrong += differing(first, run())
+    torch.cuda.synchronize()
+    assert int(wrong) == 0
+    assert len(taken) == REPEATS + 1

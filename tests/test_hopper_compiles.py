@@ -1,0 +1,169 @@
+"""The Hopper forward compiles for sm_90, here, without a GPU: no spills, no serialised WGMMA, no register read unset."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+import sass
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from headwise.backends import triton as rules
+from headwise.backends.triton import hopper
+from headwise.backends.triton.hopper import FORWARD, attention_forward, covers_forward
+from headwise.ops import _explain
+from headwise.ops.attention._arguments import Flags
+
+# The release that the tiles were chosen with; of others it is only asked that they compile.
+TUNED = triton.__version__.startswith("3.6.")
+SM_90 = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 * 1024
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+
+FULL = Flags(left=-1, right=-1, scale=0.125, softcap=0.0, deterministic=True)
+CAUSAL = FULL._replace(right=0)
+ALL_FLAGS = FULL._replace(left=1023, right=0, softcap=30.0)
+
+
+def plan(head_dim, flags=FULL, packed=False, lengths=False, dtype=torch.bfloat16):
+    shape, strides = (2, 16, 4096, head_dim), (16 * 4096 * head_dim, 4096 * head_dim, head_dim, 1)
+    made = attention_forward._plan(
+        dtype, shape, shape, head_dim, (strides,) * 4, lengths, 9 if packed else None, 4096, 4096, flags, 132, None
+    )
+    assert made is not None
+    return made
+
+
+CALLS = {
+    **{f"{d}, full": {"head_dim": d} for d in (64, 128)},
+    **{f"{d}, causal": {"head_dim": d, "flags": CAUSAL} for d in (row.widest for row in FORWARD)},
+    "128, packed, causal": {"head_dim": 128, "flags": CAUSAL, "packed": True},
+    "64, float16, lengths": {"head_dim": 64, "lengths": True, "dtype": torch.float16},
+    "128, all flags": {"head_dim": 128, "flags": ALL_FLAGS},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_forward_compiles_and_keeps_to_the_registers(name, tmp_path):
+    call = CALLS[name]
+    compiled = compiled_forward(plan(**call), call)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    if not TUNED:
+        return
+    log = assembler_log(compiled, tmp_path)
+    assert not re.findall(r"C75\d\d", log), log
+    assert int(re.search(r"(\d+) bytes stack frame", log)[1]) <= ALLOWED_STACK.get(name, 0), log
+    assert not sass.unset_reads(sass.disassemble(compiled.asm["cubin"], tmp_path))
+
+
+# Once per tile, not in the loop over the keys.
+ALLOWED_STACK = {"64, full": 24, "256, causal": 16, "128, all flags": 8}
+
+
+def compiled_forward(made, call):
+    """What a launch of this plan compiles: descriptors, tensors, numbers, constants."""
+    dtype, packed, lengths = call.get("dtype", torch.bfloat16), call.get("packed"), call.get("lengths")
+    sink = call.get("flags", FULL).softcap > 0
+    signature, constants = {}, {}
+    parameters = iter(made.kernel.params)
+    for parameter, box in zip(parameters, made.boxes, strict=False):
+        signature[parameter.name] = "constexpr"
+        if box is None:
+            constants[parameter.name] = None
+        else:
+            x = torch.empty(1, 1, 1, 8, dtype=dtype)
+            described = box[1].descriptor(x)
+            element = POINTERS[dtype][1:]
+            shape = ",".join(map(str, described.block_shape))
+            signature[parameter.name] = f"tensordesc<{element}[{shape}],{described.layout!r}>"
+        if len(signature) == len(made.boxes):
+            break
+    there = {
+        "out": dtype, "lse": torch.float32, "sink": torch.float32 if sink else None,
+        "lengths": torch.int32 if lengths else None, "cu_q": torch.int32 if packed else None,
+        "cu_k": torch.int32 if packed else None, "counter": torch.int32,
+    }  # fmt: skip
+    rest = [p for p in made.kernel.params if p.name not in signature]
+    values = [*there.values(), *made.numbers, *made.constants]
+    for parameter, value in zip(rest, values, strict=True):
+        name = parameter.name
+        if name in there and value is not None:
+            signature[name] = POINTERS[value]
+        elif name in there or parameter.is_constexpr:
+            signature[name], constants[name] = "constexpr", value
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+    ordered = {p.name: signature[p.name] for p in made.kernel.params}
+    source = GluonASTSource(made.kernel, ordered, constants)
+    return triton.compile(source, target=SM_90, options={"num_warps": 4, "enable_fp_fusion": True})
+
+
+def assembler_log(compiled, folder) -> str:
+    ptx = folder / "kernel.ptx"
+    ptx.write_text(compiled.asm["ptx"])
+    command = [sass.TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", folder / "again.cubin"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def test_a_register_that_is_not_always_set_is_found():
+    skipped = """
+        /*0000*/                   @!P0 BRA `(.L_x_1) ;
+        /*0010*/                   UIADD3 UR16, UP0, UR24, 0x2, URZ ;
+    .L_x_1:
+        /*0020*/                   UIADD3 UR36, UP0, UR16, 0x2, URZ ;
+        /*0030*/                   EXIT ;
+    """
+    assert "UIADD3 UR36, UP0, UR16, 0x2, URZ" in sass.unset_reads(skipped)
+    always = skipped.replace("@!P0 BRA `(.L_x_1)", "UMOV UR24, 0x1")
+    assert not sass.unset_reads(always)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"dtype": torch.float32}, "bfloat16 and float16"),
+        ({"masked": True}, "no mask"),
+        ({"value_dim": 64}, "one head dim"),
+        ({"q_shape": (2, 8, 1000, 100), "k_shape": (2, 8, 1000, 100), "value_dim": 100}, "multiples of 8"),
+        ({"q_shape": (2, 8, 1000, 264), "k_shape": (2, 8, 1000, 264), "value_dim": 264}, "up to 256"),
+        ({"q_shape": (2, 8, 500, 128)}, "fewer than 128 tiles"),
+        ({"q_shape": (2, 999, 100, 128)}, "fewer than 128 queries"),
+        ({"longest": 100}, "fewer than 128 queries"),
+        ({"k_shape": (2, 8, 0, 128)}, "no keys"),
+        ({"strides": ((8000, 1000, 132, 1),) * 3}, "strides of q"),
+    ],
+)
+def test_calls_that_are_not_covered_say_why(change, reason):
+    shape = (2, 8, 1000, 128)
+    call = {
+        "dtype": torch.bfloat16, "q_shape": shape, "k_shape": shape, "value_dim": 128,
+        "strides": ((1024000, 128000, 128, 1),) * 3, "masked": False, **change,
+    }  # fmt: skip
+    told = covers_forward(**call)
+    assert told is None if reason is None else reason in told
+
+
+@pytest.mark.parametrize(
+    ("lacking", "told"), [(None, "the Hopper kernel"), ("no such GPU", "the plain kernel (no such GPU)")]
+)
+def test_explain_says_which_kernel_runs(monkeypatch, lacking, told):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(hopper, "missing", lambda device: lacking)
+    q, k, v = (torch.empty(2, 8, 1024, 128, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    call = _explain.describe("attention", q, k, v, causal=True)._replace(device="cuda")
+    assert rules.note(call, {"q": q, "k": k, "v": v}) == f"forward: {told}"
+    mask = torch.ones(1024, 1024, dtype=torch.bool, device="meta")
+    assert "plain kernel" in rules.note(call, {"q": q, "k": k, "v": v, "mask": mask})
+    q.requires_grad_()
+    call = _explain.describe("attention", q, k, v, causal=True)._replace(device="cuda")
+    assert rules.note(call, {"q": q, "k": k, "v": v}) == f"forward: {told}; backward: {told}"
+    lengths = torch.ones(2, dtype=torch.int32, device="meta")
+    cut = rules.note(call, {"q": q, "k": k, "v": v, "kv_lengths": lengths})
+    assert cut.startswith(f"forward: {told}; backward: the plain kernel")
