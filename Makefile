@@ -3,6 +3,7 @@
 PYTHON ?= python3
 WORKERS ?= 2
 PYTEST_ARGS ?=
+DEMO_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,8 +15,8 @@ ONE_ROW := 40960
 
 # Debian packages that the tests need. Missing ones are installed when make runs as root, and named when it does not.
 # (python3-venv is asked for by itself, only where Python cannot make virtual environments.)
-# WebGPU runs on software Vulkan where there is no GPU.
-TEST_PACKAGES := libvulkan1 mesa-vulkan-drivers
+# WebGPU runs on software Vulkan where there is no GPU; the report and the browser page are driven in Chromium.
+TEST_PACKAGES := libvulkan1 mesa-vulkan-drivers chromium
 
 # One thread per worker: the workers share the cores.
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
@@ -24,7 +25,7 @@ PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKER
 .PHONY: help demo test lint format readme system-packages clean
 
 help:
-	@echo "make demo     check the kernels of this machine against the contract, and take a tour of the ops"
+	@echo "make demo     train a small transformer, let it speak, look at its attention  (DEMO_ARGS='--steps 100')"
 	@echo "make test     the whole test suite           (WORKERS=2, PYTEST_ARGS='-k softmax')"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff reformat the code"
@@ -32,8 +33,7 @@ help:
 	@echo "make clean    remove the virtual environment and the caches"
 
 demo: $(STAMP)
-	@$(BIN)/headwise check --quick
-	@$(BIN)/headwise tour
+	@$(BIN)/headwise demo $(DEMO_ARGS)
 
 test: $(STAMP)
 	@PYTHON=$(PYTHON) scripts/system-packages $(TEST_PACKAGES)

@@ -1,4 +1,4 @@
-"""The command line: ``headwise env | explain | check | bench | tune | tour``.
+"""The command line: ``headwise env | explain | check | bench | tune | tour | demo | view | web``.
 
 One module per subcommand, each with ``add_parser(subparsers)`` and ``run(args) -> int`` (the exit code). Only the
 module of the subcommand asked for is imported.
@@ -23,6 +23,9 @@ COMMANDS = {
     "bench": "measure speed and memory against other implementations",
     "tune": "measure tile sizes on this GPU and write them to a table",
     "tour": "a short tour of the ops, with their results",
+    "demo": "train a small transformer, let it speak, and look at its attention",
+    "view": "open the report of a demo",
+    "web": "serve the page that runs the kernels in a browser",
 }
 
 OK, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130

@@ -1,0 +1,87 @@
+"""The text that the demo trains on: documents of bytes, in a fixed order, each with a last part that is held out.
+
+Python's own documentation (`pydoc_data.topics`) is on every machine that can run this; one's own files do as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pydoc_data.topics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LEAST = 256  # bytes: below this there is nothing to learn, and nothing to show
+_HELD_OUT_SHARE = 20  # one byte in so many
+_LEAST_TO_HOLD_OUT = 4096  # a shorter document is trained on whole
+
+
+class TextError(Exception):
+    """There is no text to train on. The message says which file and why."""
+
+
+@dataclass(frozen=True)
+class Document:
+    name: str
+    training: bytes
+    held_out: bytes  # its end; empty for a short document
+
+
+@dataclass(frozen=True)
+class Text:
+    name: str
+    documents: tuple[Document, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all documents, trained on or held out."""
+        return sum(len(d.training) + len(d.held_out) for d in self.documents)
+
+    @property
+    def held_out_size(self) -> int:
+        return sum(len(d.held_out) for d in self.documents)
+
+    def __str__(self) -> str:
+        count = len(self.documents)
+        return f"{self.name}, {count} {'document' if count == 1 else 'documents'}, {self.size / 1000:,.0f} kB"
+
+    def fingerprint(self) -> str:
+        """The same for the same documents in the same order, whatever their names."""
+        digest = hashlib.sha256()
+        for document in self.documents:
+            for part in (document.training, document.held_out):
+                digest.update(len(part).to_bytes(8, "little"))
+                digest.update(part)
+        return digest.hexdigest()[:32]
+
+
+def python_topics() -> Text:
+    """Every topic of `pydoc_data.topics` a document, sorted by name."""
+    topics: dict[str, str] = pydoc_data.topics.topics
+    return _text("pydoc_data.topics", [(name, topics[name].encode()) for name in sorted(topics)])
+
+
+def files(paths: Sequence[Path]) -> Text:
+    """Every file a document, in the order given."""
+    found = []
+    for path in paths:
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise TextError(f"{path} cannot be read: {error.strerror or error}") from error
+        if not content:
+            raise TextError(f"{path} is empty")
+        found.append((path.name, content))
+    return _text(", ".join(name for name, _ in found), found)
+
+
+def _text(name: str, documents: list[tuple[str, bytes]]) -> Text:
+    made = []
+    for document, content in documents:
+        held_out = len(content) // _HELD_OUT_SHARE if len(content) >= _LEAST_TO_HOLD_OUT else 0
+        cut = len(content) - held_out
+        made.append(Document(document, content[:cut], content[cut:]))
+    text = Text(name, tuple(made))
+    if text.size < LEAST:
+        raise TextError(f"{text.name} has {text.size} bytes; it needs at least {LEAST}")
+    return text
