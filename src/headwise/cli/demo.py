@@ -411,19 +411,17 @@ def _resumed(kept: checkpoints.Checkpoint, recipe: Recipe, backend: str) -> str:
 
 
 def _results(result: record.Run) -> Table:
-    last = last_loss(result.curve)
-    table = _terminal.table("", "first loss", f"loss at step {PLAIN_STEPS}", "last loss", "bytes/s")
+    curves = [curve for curve in (result.curve, result.plain) if curve is not None]
+    common = min(len(curve.losses) for curve in curves)  # the last step that all of them made
+    table = _terminal.table("", "first loss", f"loss at step {common:,}", "last loss", "bytes/s")
     for column in table.columns[1:]:
         column.justify = "right"
-    for curve in (result.curve, result.plain):
-        if curve is None:
-            continue
-        at_same_step = curve.losses[PLAIN_STEPS - 1] if len(curve.losses) >= PLAIN_STEPS else math.nan
+    for curve in curves:
         table.add_row(
             Styled(curve.name, "bold"),
             f"{curve.losses[0]:.4f}",
-            "" if math.isnan(at_same_step) else f"{at_same_step:.4f}",
-            Styled(f"{last:.3f}", "bold green") if curve is result.curve else "",
+            f"{curve.losses[common - 1]:.4f}",
+            Styled(f"{last_loss(curve):.3f}", "bold green") if curve is result.curve else "",
             f"{curve.tokens_per_second:,.0f}",
         )
     return table
