@@ -33,17 +33,18 @@ def open_page(
     dark: bool = False,
     webgpu: bool = False,
     before: str = "",
+    flags: tuple[str, ...] = (),
 ) -> Iterator[Any]:
-    """A page of Playwright, opened at a file or an address, whose ``problems`` fill with errors of the console and of scripts.
+    """A page of Playwright, opened at a file or an address; ``page.problems`` fills with errors of its console and scripts.
 
-    before: JavaScript that runs before the page's own.
+    before: JavaScript that runs before the page's own. flags: more of them, for Chromium.
     """
     chromium = shutil.which("chromium")
     assert chromium, "the tests need Chromium (Debian: apt-get install chromium; `make test` does it as root)"
-    flags = [*QUIET, *(SOFTWARE_GPU if webgpu else ())]
+    given = [*QUIET, *(SOFTWARE_GPU if webgpu else ()), *flags]
     address = str(path_or_url) if "://" in str(path_or_url) else Path(path_or_url).resolve().as_uri()
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, headless=True, args=flags)
+        browser = playwright.chromium.launch(executable_path=chromium, headless=True, args=given)
         try:
             page: Any = browser.new_page(
                 viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light"

@@ -71,6 +71,9 @@ SUITE = Suite(
         Case("splits of speculative tokens", {"lengths": [300, 5], "capacity": 320, "sq": 4, "num_splits": 4}, QUICK),
         Case("transposed cache", {"lengths": [120, 64], "capacity": 128, "layout": "bshd"}, QUICK),
         Case("head dims 96 and 64", {"lengths": [70, 128], "capacity": 128, "d": 96, "dv": 64}, QUICK),
+        # Short rows: many teams of few threads, which meet in workgroup memory.
+        Case("head dim 32, one key head", {"lengths": [70, 33], "capacity": 96, "hq": 4, "hk": 1, "d": 32}, QUICK),
+        Case("head dim 8, one key head", {"lengths": [70, 33], "capacity": 96, "hq": 6, "hk": 1, "d": 8}, QUICK),
         Case("head dim 512", {"lengths": [70, 128], "capacity": 128, "d": 512}),
         Case("paged", {"lengths": [100, 16, 0, 33], "page_size": 16}, QUICK),
         Case("paged, long", {"lengths": [2000, 1], "page_size": 64, "hq": 8, "hk": 2}),

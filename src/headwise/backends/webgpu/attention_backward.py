@@ -288,10 +288,13 @@ def run_side(
 ) -> None:  # fmt: skip
     """One dispatch: ``first`` is dq or dk, ``second`` is dv, where they are wanted."""
     q, k, v, grad, of_call = problem.q, problem.k, problem.v, problem.grad, problem.scores
+    queries, keys = (q.shape[2], k.shape[2]) if problem.packed is None else (problem.packed.max_q, problem.packed.max_k)
+    summed = keys if side == QUERIES else queries * problem.piece.group  # rows: of all query heads of a key head
     kernel = device.kernel(
         "attention_backward", side=side, dtype=DTYPES[q.dtype], first=q.shape[3] // 4, second=v.shape[3] // 4,
         want_first=first is not None, want_second=second is not None, variant=of_call.variant, rows=shape.rows,
         lanes=shape.lanes, threads=shape.threads, tile=shape.tile, chunk=shape.chunk, subgroups=shape.subgroups,
+        chain=tiles.chain(q.dtype, summed),
     )  # fmt: skip
     regions = {"q": q, "k": k, "v": v, "grad": grad, "stats": problem.stats, **of_call.regions}
     parameters: tuple[float, ...] = (

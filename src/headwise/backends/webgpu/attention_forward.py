@@ -81,6 +81,7 @@ def _forward(device: Device, problem: _Problem, flags: Flags, packing: _Packing 
         listed, entries = scores.packed_tiles(
             device, packing.cu_q, packing.cu_k, queries, problem.k.shape[2], packing.max_q, packing.max_k, tile.queries
         )
+    chain = tiles.chain(problem.q.dtype, _most_keys(problem, flags, packing, tile.queries))
     for part in _pieces(device, problem):
         of_scores = scores.of_call(
             device, part.q, part.k, part.mask, part.bias, part.lengths, part.sink, flags, packing is not None
@@ -92,6 +93,7 @@ def _forward(device: Device, problem: _Problem, flags: Flags, packing: _Packing 
             q_vectors=q_vectors,
             v_vectors=v_vectors,
             subgroups=capabilities.tier >= "C",
+            chain=chain,
             **tile._asdict(),
         )
         for first, rows in _rows_at_once(device, part):
@@ -110,6 +112,12 @@ def _forward(device: Device, problem: _Problem, flags: Flags, packing: _Packing 
                 ),
                 q=seen.q, k=seen.k, v=seen.v, out=seen.out, lse=seen.lse, **regions,
             )  # fmt: skip
+
+
+def _most_keys(problem: _Problem, flags: Flags, packing: _Packing | None, rows: int) -> int:
+    """Keys that so many rows of queries side by side see together, at most."""
+    longest = problem.k.shape[2] if packing is None else packing.max_k
+    return min(longest, flags.left + flags.right + rows) if min(flags.left, flags.right) >= 0 else longest
 
 
 # ------------------------------------------------------------------------------------- tensors larger than one binding

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from headwise.backends.webgpu import scores
+from headwise.backends.webgpu.adapter import FLOOR_WORKGROUP_MEMORY
 from headwise.backends.webgpu.array import launcher
 from headwise.backends.webgpu.runtime import Device
 from headwise.backends.webgpu.shaders import DTYPES
@@ -194,11 +195,10 @@ def _variant(
     cap: bool, subgroups: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """The template variables of ``wgsl/decode.wgsl``."""
-    threads = tile.lanes * tile.slots * tile.sets
     return {
         "dtype": dtype, "lengths": lengths, "page": page, "ranged": ranged and page > 0, "several": several,
         "left": left, "cap": cap, "d4": d4, "dv4": dv4, **tile._asdict(), "subgroups": subgroups,
-        "at_once": max(1, _EXCHANGE_BYTES // (16 * threads)),
+        "at_once": _at_once(tile),
     }  # fmt: skip
 
 
@@ -216,7 +216,24 @@ def tile_of(subgroup_size: int, d4: int, dv4: int, rows: int) -> Tile:
     sets = min(-(-max(rows, 1) // most_rows), _MOST_SETS)
     own_rows = min(most_rows, -(-max(rows, 1) // sets))
     slots = max(1, _THREADS // (lanes * sets))
-    return Tile(lanes, slots, sets, own_rows, 4 if columns <= 2 else 2 if columns <= 4 else 1)
+    tile = Tile(lanes, slots, sets, own_rows, 4 if columns <= 2 else 2 if columns <= 4 else 1)
+    while tile.keys > 1 and _memory(tile, subgroup_size > 0) > FLOOR_WORKGROUP_MEMORY:
+        tile = tile._replace(keys=tile.keys // 2)
+    return tile
+
+
+def _memory(tile: Tile, subgroups: bool) -> int:
+    """Bytes of workgroup memory that ``wgsl/decode.wgsl`` takes."""
+    teams = tile.slots * tile.sets
+    floats = 1 + 2 * teams * tile.rows + 2 * tile.sets * tile.rows + 4 * teams * tile.lanes * _at_once(tile)
+    if not subgroups:
+        floats += teams * tile.keys * tile.rows * (tile.lanes + 2)
+    return 4 * floats
+
+
+def _at_once(tile: Tile) -> int:
+    """Vectors of a thread that teams exchange at once."""
+    return max(1, _EXCHANGE_BYTES // (16 * tile.lanes * tile.slots * tile.sets))
 
 
 def capacity_of(k_cache: Region, block_table: Region | None) -> int:

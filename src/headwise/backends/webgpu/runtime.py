@@ -70,9 +70,7 @@ class Trace:
 
 
 class Device:
-    def __init__(
-        self, given: tuple[Any, adapters.Capabilities] | None = None, dialect: str = shaders.NAGA
-    ) -> None:
+    def __init__(self, given: tuple[Any, adapters.Capabilities] | None = None, dialect: str = shaders.NAGA) -> None:
         """Of the best adapter here; or what is given: anything that is called as wgpu's device is, and what it can do."""
         self.gpu, self.capabilities = given or _open()
         self.dialect = dialect

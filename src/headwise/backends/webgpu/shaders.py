@@ -19,6 +19,7 @@ width 1 it counts elements.
 from __future__ import annotations
 
 import functools
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,8 +43,9 @@ DTYPES = {
     torch.uint8: "u8",
 }
 
-# A shader that says this in its text uses subgroups.
+# A shader that says this, and not in a comment, uses subgroups.
 _USES_SUBGROUPS = ("subgroup", "quadSwap", "quadBroadcast")
+_COMMENT = re.compile(r"//.*")
 _FORMATS = {"u32": "I", "i32": "i", "f32": "f"}
 
 
@@ -79,7 +81,7 @@ def render(name: str, dialect: str = NAGA, **variant: Any) -> Source:
         .get_template(f"{name}.wgsl")
         .render(input=declarations.input, output=declarations.output, params=declarations.params, **variant)
     )
-    if dialect == TINT and any(word in body for word in _USES_SUBGROUPS):
+    if dialect == TINT and any(word in _COMMENT.sub("", body) for word in _USES_SUBGROUPS):
         # The lanes that share a row take every branch together: Tint cannot see that.
         body = "enable subgroups;\ndiagnostic(off, subgroup_uniformity);\n" + body
     packed = struct.Struct("<" + "".join(_FORMATS[kind] for kind in declarations.fields.values()))

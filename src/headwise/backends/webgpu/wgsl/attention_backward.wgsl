@@ -1,4 +1,3 @@
-{% set chain = 512 %}
 // Attention backward (Dao, "FlashAttention-2", 2023), one template for both halves of it:
 //
 //   p_ij = exp(s_ij - lse_i)      ds_ij = p_ij (dO_i · v_j - delta_i)      (s capped: times the slope of the cap)
@@ -16,17 +15,20 @@
 //
 // One workgroup array per unrolled index: compilers check an index once, and not once per element.
 //
-// As in attention_forward.wgsl, sums of float32 go to memory after every {{ chain }} streamed rows and begin anew: one long chain of
-// additions would lose a digit.
+{% if chain %}
+// As in attention_forward.wgsl, sums go to memory after {{ chain // tile * tile }} streamed rows and begin anew: one long chain of additions would
+// lose a digit.
 //
+{% endif %}
 // variables: variant (see scores.wgsl), side, dtype, first (vectors of a row of q, k), second (of v, dO), rows, lanes,
-//            threads, tile (streamed rows in workgroup memory), chunk, subgroups (bool),
+//            threads, tile (streamed rows in workgroup memory), chunk, subgroups (bool), chain (rows after which sums go to
+//            memory, a tile and more, or 0),
 //            want_first, want_second (side "keys": dk, dv)
 // parameters: results, mask and bias begin at own row window_first; stats of the first row and length at stats_first and
 //             length_first
 {% import "scores.wgsl" as scores with context %}
 {% set queries = side == "queries" %}
-{% set chained = dtype == "f32" %}
+{% set chain = chain // tile * tile %}
 {% set own, streamed = (("q", "grad"), ("k", "v")) if queries else (("k", "v"), ("q", "grad")) %}
 {% set result_first, result_second = ("dq", "") if queries else ("dk" if want_first else "", "dv" if want_second else "") %}
 {% set need_second = result_first != "" %}{# the products dO · v #}
@@ -130,9 +132,9 @@ var<workgroup> weights_second: array<vec4<f32>, {{ own_tile }}>;
 {% macro guarded(name, vectors, width) -%}
 {% set value = "load_%s(%s_base + u32(row) * params.%s_s + column)" % (name, name, name) %}
 {% set conditions = [] %}
-{% if width > vectors %}{% do conditions.append("column < %du" % vectors) %}{% endif %}
-{% if may_hide and not queries %}{% do conditions.append("bitcast<f32>(load_stats(stats_base + u32(row)).x) != EMPTY_LSE") %}{% endif %}
-{{- "select(vec4<f32>(), %s, %s)" % (value, conditions | join(" && ")) if conditions else value -}}
+{% if width > vectors %}{% do conditions.append("(column < %du)" % vectors) %}{% endif %}
+{% if may_hide and not queries %}{% do conditions.append("(bitcast<f32>(load_stats(stats_base + u32(row)).x) != EMPTY_LSE)") %}{% endif %}
+{{- "select(vec4<f32>(), %s, %s)" % (value, conditions | join(" & ")) if conditions else value -}}
 {%- endmacro %}
 {# Partial products sum{i}_{kk} of own row i and streamed row kk. #}
 {% macro products(sum, mine, array, each) %}
@@ -275,7 +277,7 @@ subgroupShuffle({{ name }}_{{ kk % slots }}, lanes_first + {{ state.lane }}u)
 {% macro store_own(sum, name, vectors, each, factor) %}
 {% for n in range(each) %}
             {{ of_lane(n, vectors, each) }}{
-{% if chained %}
+{% if chain %}
                 if (has_kept) { {{ sum }}_{{ n }} += load_{{ name }}({{ name }}_at + {{ n * lanes }}u); }
 {% endif %}
                 store_{{ name }}({{ name }}_at + {{ n * lanes }}u, finished({{ sum }}_{{ n }}{{ factor }}, none, bad));
@@ -378,8 +380,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {% for name in (result_first, result_second) if name %}
     let {{ name }}_base = batch * params.{{ name }}_b + own_head * params.{{ name }}_h + lane;
 {% endfor %}
-{% if chained %}
-    var chained = 0;
+{% if chain %}
+    var chained = 0; // rows that are in the sums
     var has_kept = false;
 {% endif %}
 
@@ -422,9 +424,11 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {% endif %}
     let {{ streamed[0] }}_base = batch * params.{{ streamed[0] }}_b + streamed_head * params.{{ streamed[0] }}_h + streamed_start * params.{{ streamed[0] }}_s;
     let {{ streamed[1] }}_base = batch * params.{{ streamed[1] }}_b + streamed_head * params.{{ streamed[1] }}_h + streamed_start * params.{{ streamed[1] }}_s;
-    for (var at = start; at < past; at += {{ tile }}) {
-{% if chained %}
-        if (chained >= {{ chain }}) {
+{% if chain %}
+    for (var chain_first = start; chain_first < past; chain_first += {{ chain }}) {
+    let chain_past = min(past, chain_first + {{ chain }});
+    let more = chain_past - chain_first;
+    if (chained + more > {{ chain }}) {
 {% for i in range(rows) %}
 {% if result_first %}
 {{ keep("sum", i, result_first, first, first_each) }}
@@ -433,11 +437,16 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {{ keep("sum_second", i, result_second, second, second_each) }}
 {% endif %}
 {% endfor %}
-            has_kept = true;
-            chained = 0;
-        }
-        chained += {{ tile }};
+        has_kept = true;
+        chained = 0;
+    }
+    chained += more;
+{% else %}
+    let chain_first = start;
+    let chain_past = past;
+    {
 {% endif %}
+    for (var at = chain_first; at < chain_past; at += {{ tile }}) {
         workgroupBarrier();
 {{ load_tile("first", streamed[0], first, first_each) }}
 {{ load_tile("second", streamed[1], second, second_each) }}
@@ -515,7 +524,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
             var ds_{{ m }} = p_{{ m }} * (dp_{{ m }} - {{ delta }}){{ " * cap_slope(capped%d)" % m if variant.cap }};
 {% endif %}
 {% if may_hide %}
-            let hidden{{ m }} = my_row_outside || {{ "masked_out(batch, head, %s, %s)" % (query, key) if variant.mask }}{{ " || " if variant.mask and variant.bias }}{{ "bitcast<u32>(added%d) == 0xff800000u" % m if variant.bias }};
+            // Not ||, which is a branch each: too many for some compilers.
+            let hidden{{ m }} = my_row_outside | {{ "masked_out(batch, head, %s, %s)" % (query, key) if variant.mask }}{{ " | " if variant.mask and variant.bias }}{{ "(bitcast<u32>(added%d) == 0xff800000u)" % m if variant.bias }};
             p_{{ m }} = select(p_{{ m }}, 0.0, hidden{{ m }});
 {% if need_second %}
             ds_{{ m }} = select(ds_{{ m }}, 0.0, hidden{{ m }});
@@ -526,7 +536,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {% for m in range(slots) %}
                 {
                     let row = chunk_first + slot_first + {{ m }};
-                    let seen = row >= my_range.x && row < my_range.y;
+                    let seen = (row >= my_range.x) & (row < my_range.y);
                     p_{{ m }} = select(0.0, p_{{ m }}, seen);
 {% if need_second %}
                     ds_{{ m }} = select(0.0, ds_{{ m }}, seen);
@@ -560,6 +570,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {{ accumulate("sum_second", "p", "second", second_each) }}
 {% endif %}
         }
+    }
     }
     }
 

@@ -161,9 +161,10 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
                     let added = bias_of(batch, head, query_seen, inside);
                     let logit = biased(logit_of(s{{ i }}{{ j }}), added);
                     let ds = exp2((logit - own.x) * LOG2E) * (dp{{ i }}{{ j }} - own.y);
-                    var seen = alive && key >= range.x && key < range.y && bitcast<u32>(added) != 0xff800000u;
+                    // Not &&, which is a branch each: sixteen times three of them in a loop, and a compiler runs out of memory.
+                    var seen = alive & (key >= range.x) & (key < range.y) & (bitcast<u32>(added) != 0xff800000u);
 {% if variant.mask %}
-                    seen = seen && !masked_out(batch, head, query_seen, inside);
+                    seen = seen & !masked_out(batch, head, query_seen, inside);
 {% endif %}
                     sum{{ i }}{{ j }} += select(0.0, ds, seen);
                 }

@@ -1,4 +1,3 @@
-{% set chain = 512 %}
 // Attention forward, dense and packed: out = softmax(scale · q kᵀ, capped, biased, masked) v, and its log-sum-exp.
 // Dao, "FlashAttention-2", 2023; the reference that follows the maximum with slack is FlashAttention-4's.
 //
@@ -13,20 +12,25 @@
 // registers whose number is the xor of both lanes: sums over the team, and weights on their way back, travel by plain
 // exchanges between c and c ^ i, with nothing to select. Exchanges go through subgroups, or else through workgroup memory.
 //
-// A sum of thousands of float32 loses a digit when it is one long chain. So float32 sums go to memory, into the rows of out
-// themselves, after every {{ chain }} keys, and begin anew in registers: the error stays that of {{ chain }} keys.
+{% if chain %}
+// A sum of thousands of float32 loses a digit when it is one long chain. So the sums go to memory, into the rows of out
+// themselves, after every {{ chain // keys * keys }} keys, and begin anew in registers: the error stays that of so many keys.
 //
+{% endif %}
 // variables: dtype; variant (scores.py); q_vectors, v_vectors: D and Dv in vectors of four; subgroups (bool);
-//            rows, lanes, threads, keys, unroll, prefetch: a `Tile` (tiles.py). rows <= lanes, all powers of two;
+//            chain: keys after which sums go to memory (a tile and more), 0 for never;
+//            rows, lanes, threads, keys, unroll: a `Tile` (tiles.py). rows <= lanes, all powers of two;
 //            unroll, the keys that are worked on at once, divides keys.
 {% import "scores.wgsl" as scores with context %}
 {% set hides = variant.mask or variant.bias %}
-{% set chained = dtype == "f32" %}
+{% set chain = chain // keys * keys %}
 {% set q_each = (q_vectors + lanes - 1) // lanes %}
 {% set v_each = (v_vectors + lanes - 1) // lanes %}
 {% set q_row = q_each * lanes %}
 {% set v_row = v_each * lanes %}
 {% set chunks = keys // unroll %}
+{% set k_vectors = chunks * q_row %}{# of K in each array of a tile, and of K and V #}
+{% set tile_vectors = chunks * (q_row + v_row) %}
 {% set steps = [1, 2, 4, 8, 16, 32, 64] %}
 {% set width = [unroll, 4] | min %}
 {% set kind = "f32" if width == 1 else "vec%d<f32>" % width %}
@@ -49,10 +53,10 @@ const SLACK = 8.0;
 {% set to_powers = " * LOG2E" if variant.bias else "" %}
 {% set first_reference = "LOWEST" if variant.bias else "HIDDEN" %}
 
-// One array for each of the keys that are unrolled: the compiler then checks an index once, and not once for each key.
+// One array for each of the keys that are unrolled: the compiler then checks an index once, and not once for each key. First
+// the rows of K of all chunks, then those of V; a row is padded with zeros to a multiple of the lanes.
 {% for x in range(unroll) %}
-var<workgroup> k_tile{{ x }}: array<vec4<f32>, {{ chunks * q_row }}>;
-var<workgroup> v_tile{{ x }}: array<vec4<f32>, {{ chunks * v_row }}>;
+var<workgroup> tile{{ x }}: array<vec4<f32>, {{ tile_vectors }}>;
 {% endfor %}
 {% if not subgroups %}
 // What threads tell each other: products of {{ width }} keys with the rows of others, weights, and factors of a row.
@@ -80,64 +84,82 @@ fn shown(logit: f32, seen: vec2<i32>, batch: u32, head: u32, row: u32, key: i32)
 }
 {% endif %}
 
-{# A tile of K or V is brought in steps, one vector of each thread in each: fetched into registers, then put into workgroup
-   memory, where rows are `row` vectors long: `vectors` of the tensor, and zeros up to a multiple of the lanes. #}
-{% macro declare(name, row) %}
-{% for step in range((keys * row + threads - 1) // threads) %}
-    var {{ name }}_next{{ step }} = vec4<f32>();
+{# A tile is brought in turns: in each, every thread has one place in the arrays, the same in all of them, and fetches what
+   belongs there into registers. Where an array has fewer places than there are threads, several are filled at once, and
+   `part` says by whom. #}
+{% set together = [threads // tile_vectors, 1] | max %}
+{% set turns = (tile_vectors + threads - 1) // threads %}
+{% macro places() %}
+{% for turn in range(turns) %}
+    let place{{ turn }} = thread{{ " %% %du" % tile_vectors if together > 1 else " + %du" % (turn * threads) if turn else "" }};
 {% endfor %}
-{% endmacro %}
-{# Where a thread's item of a step belongs: its array (`slot`) and its place there (`at`). #}
-{% macro place(step, row) -%}
-{% set each = chunks * row %}
-{% if (step * threads) // each == [((step + 1) * threads - 1) // each, unroll - 1] | min %}
-            let slot = {{ (step * threads) // each }}u;
-            let at = thread + {{ step * threads - (step * threads) // each * each }}u;
-{% else %}
-            let slot = (thread + {{ step * threads }}u) / {{ each }}u;
-            let at = (thread + {{ step * threads }}u) % {{ each }}u;
+{% if together > 1 %}
+    let part = thread / {{ tile_vectors }}u;
 {% endif %}
 {% endmacro %}
-{% macro fetch(name, vectors, row, start) %}
-{% for step in range((keys * row + threads - 1) // threads) %}
+{% macro fetch() %}
+{% for turn in range(turns) %}
+{% for x in range(0, unroll, together) %}
+        var fetched{{ turn }}_{{ x }} = vec4<f32>();
+{% endfor %}
+{% set low = turn * threads if together == 1 else 0 %}
+{% set high = [low + threads, tile_vectors] | min %}
+{% if high <= k_vectors %}
         {
-{{ place(step, row) }}
-            let key = {{ start }} + i32(at / {{ row }}u * {{ unroll }}u + slot);
-            let column = at % {{ row }}u;
-            {{ name }}_next{{ step }} = load_{{ name }}({{ name }}_base + u32(min(key, last_key)) * params.{{ name }}_s + {{ "column" if row == vectors else "min(column, %du)" % (vectors - 1) }});
+{{ fetch_rows("k", turn, 0, q_vectors, q_row) }}
+        }
+{% elif low >= k_vectors %}
+        {
+{{ fetch_rows("v", turn, k_vectors, v_vectors, v_row) }}
+        }
+{% else %}
+        if (place{{ turn }} < {{ k_vectors }}u) {
+{{ fetch_rows("k", turn, 0, q_vectors, q_row) }}
+        } else {
+{{ fetch_rows("v", turn, k_vectors, v_vectors, v_row) }}
+        }
+{% endif %}
+{% endfor %}
+{% endmacro %}
+{% macro fetch_rows(name, turn, first_place, vectors, row) %}
+{% set at = "place%d" % turn if first_place == 0 else "(place%d - %du)" % (turn, first_place) %}
+            let key = tile_first + i32({{ at }} / {{ row }}u * {{ unroll }}u){{ " + i32(part)" if together > 1 }};
+            let column = {{ at }} % {{ row }}u;
+{% for x in range(0, unroll, together) %}
+            fetched{{ turn }}_{{ x }} = load_{{ name }}({{ name }}_base + u32(min(key + {{ x }}, last_key)) * params.{{ name }}_s + {{ "column" if row == vectors else "min(column, %du)" % (vectors - 1) }});
+{% endfor %}
+{% if row != vectors %}
+            if (column >= {{ vectors }}u) {
+{% for x in range(0, unroll, together) %}
+                fetched{{ turn }}_{{ x }} = vec4<f32>();
+{% endfor %}
+            }
+{% endif %}
 {% if name == "v" %}
             // What no row sees may hold NaN, and zero times NaN is NaN.
-            if (key > last_key) { v_next{{ step }} = vec4<f32>(); }
-{% endif %}
-{% if row != vectors %}
-            if (column >= {{ vectors }}u) { {{ name }}_next{{ step }} = vec4<f32>(); }
-{% endif %}
-        }
+            if (tile_first + {{ keys }} > past) {
+{% for x in range(0, unroll, together) %}
+                if (key + {{ x }} > last_key) { fetched{{ turn }}_{{ x }} = vec4<f32>(); }
 {% endfor %}
+            }
+{% endif %}
 {% endmacro %}
-{% macro put(name, row) %}
-{% set each = chunks * row %}
-{% for step in range((keys * row + threads - 1) // threads) %}
-{% set low = (step * threads) // each %}
-{% set high = [((step + 1) * threads - 1) // each, unroll - 1] | min %}
-        {
-{{ place(step, row) }}
-{% for x in range(low, high + 1) %}
-{% if low < high %}
-            if (slot == {{ x }}u) { {{ name }}_tile{{ x }}[at] = {{ name }}_next{{ step }}; }
-{% elif (step + 1) * threads > keys * row %}
-            if (at < {{ each }}u) { {{ name }}_tile{{ x }}[at] = {{ name }}_next{{ step }}; }
-{% else %}
-            {{ name }}_tile{{ x }}[at] = {{ name }}_next{{ step }};
-{% endif %}
+{% macro put() %}
+{% for turn in range(turns) %}
+{% for x in range(0, unroll, together) %}
+{% for z in range([together, unroll - x] | min) %}
+{% set conditions = [] %}
+{% if together > 1 %}{% do conditions.append("part == %du" % z) %}{% endif %}
+{% if together == 1 and (turn + 1) * threads > tile_vectors %}{% do conditions.append("place%d < %du" % (turn, tile_vectors)) %}{% endif %}
+        {{ "if (%s) { " % conditions[0] if conditions }}tile{{ x + z }}[place{{ turn }}] = fetched{{ turn }}_{{ x }};{{ " }" if conditions }}
 {% endfor %}
-        }
+{% endfor %}
 {% endfor %}
 {% endmacro %}
 {# product{i}_{x}: what this lane's elements add to q·k of the row in registers i, with key x of the chunk. #}
 {% macro multiply(x) %}
 {% for n in range(q_each) %}
-                let k{{ n }} = k_tile{{ x }}[k_at + {{ n * lanes }}u];
+                let k{{ n }} = tile{{ x }}[k_at + {{ n * lanes }}u];
 {% endfor %}
 {% for n in range(q_each) %}
 {% for i in range(rows) %}
@@ -164,6 +186,40 @@ fn shown(logit: f32, seen: vec2<i32>, batch: u32, head: u32, row: u32, key: i32)
 {% endmacro %}
 {% macro told(name, i) -%}
 {{ name if i == 0 else ("subgroupShuffleXor(%s, %du)" % (name, i) if subgroups else "factors[thread ^ %du]" % i) }}
+{%- endmacro %}
+{# Sums so far, with those that memory holds of earlier chains, to memory. #}
+{% macro keep(has_kept) %}
+        let kept_shrink = exp2((kept_reference - reference){{ to_powers }});
+        kept_total = fma(kept_total, kept_shrink, total);
+        kept_reference = reference;
+        total = 0.0;
+{{ tell("kept_shrink") }}
+{% for i in range(rows) %}
+        {
+            let kept_shrink{{ i }} = {{ told("kept_shrink", i) }};
+            if (inside{{ i }}) {
+{% for n in range(v_each) %}
+                {{ "if (lane + %du < %du) " % (n * lanes, v_vectors) if (n + 1) * lanes > v_vectors else "" }}{
+                    let at = out_base + row{{ i }} * params.out_s + lane + {{ n * lanes }}u;
+                    if ({{ has_kept }}) { out{{ i }}_{{ n }} = fma(load_out(at), vec4<f32>(kept_shrink{{ i }}), out{{ i }}_{{ n }}); }
+                    store_out(at, out{{ i }}_{{ n }});
+                }
+{% endfor %}
+            }
+{% for n in range(v_each) %}
+            out{{ i }}_{{ n }} = vec4<f32>();
+{% endfor %}
+        }
+{% endfor %}
+{% endmacro %}
+{% macro weigh(declaration) %}
+{% for x in range(unroll) %}
+            {{ declaration }}weight{{ x }} = exp2({{ "(logit%d - reference) * LOG2E" % x if variant.bias else "fma(logit%d, LOG2E, -reference)" % x }});
+{% endfor %}
+{% endmacro %}
+{# Names with a number, combined in pairs: shorter chains for the GPU to wait for than one after the other. #}
+{% macro in_pairs(name, first, count, operation) -%}
+{% if count == 1 %}{{ name }}{{ first }}{% else %}{{ operation[0] }}{{ in_pairs(name, first, count // 2, operation) }}{{ operation[1] }}{{ in_pairs(name, first + count // 2, count - count // 2, operation) }}){% endif %}
 {%- endmacro %}
 @compute @workgroup_size({{ threads }})
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
@@ -236,63 +292,30 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     // Of this lane's own row: weights are powers of two, 2^({{ "(logit - reference) · log2(e)" if variant.bias else "logit · log2(e) - reference" }}).
     var reference = {{ first_reference }};
     var total = 0.0;
-{% if chained %}
+{% if chain %}
     // What memory holds of this row: its sum of weights, and the reference of both.
     var kept_total = 0.0;
     var kept_reference = {{ first_reference }};
-    var chained = 0;
-    var has_kept = false;
 {% endif %}
 
-{{ declare("k", q_row) }}
-{{ declare("v", v_row) }}
-{% if prefetch %}
-{{ fetch("k", q_vectors, q_row, "first") }}
-{{ fetch("v", v_vectors, v_row, "first") }}
-{% endif %}
+{{ places() }}
     let out_base = batch * params.out_b + head * params.out_h;
-    for (var tile_first = first; tile_first < past; tile_first += {{ keys }}) {
-{% if chained %}
-        if (chained >= {{ chain }}) {
-            let kept_shrink = exp2((kept_reference - reference){{ to_powers }});
-            kept_total = fma(kept_total, kept_shrink, total);
-            kept_reference = reference;
-            total = 0.0;
-{{ tell("kept_shrink") }}
-{% for i in range(rows) %}
-            {
-                let kept_shrink{{ i }} = {{ told("kept_shrink", i) }};
-                if (inside{{ i }}) {
-{% for n in range(v_each) %}
-                    {{ "if (lane + %du < %du) " % (n * lanes, v_vectors) if (n + 1) * lanes > v_vectors else "" }}{
-                        let at = out_base + row{{ i }} * params.out_s + lane + {{ n * lanes }}u;
-                        if (has_kept) { out{{ i }}_{{ n }} = fma(load_out(at), vec4<f32>(kept_shrink{{ i }}), out{{ i }}_{{ n }}); }
-                        store_out(at, out{{ i }}_{{ n }});
-                    }
-{% endfor %}
-                }
-{% for n in range(v_each) %}
-                out{{ i }}_{{ n }} = vec4<f32>();
-{% endfor %}
-            }
-{% endfor %}
-            has_kept = true;
-            chained = 0;
-        }
-        chained += {{ keys }};
+{% if chain %}
+    for (var chain_first = first; chain_first < past; chain_first += {{ chain }}) {
+    if (chain_first > first) {
+{{ keep("chain_first > first + %d" % chain) }}
+    }
+    let chain_past = min(past, chain_first + {{ chain }});
+{% else %}
+    let chain_first = first;
+    let chain_past = past;
+    {
 {% endif %}
-{% if not prefetch %}
-{{ fetch("k", q_vectors, q_row, "tile_first") }}
-{{ fetch("v", v_vectors, v_row, "tile_first") }}
-{% endif %}
+    for (var tile_first = chain_first; tile_first < chain_past; tile_first += {{ keys }}) {
+{{ fetch() }}
         workgroupBarrier();
-{{ put("k", q_row) }}
-{{ put("v", v_row) }}
+{{ put() }}
         workgroupBarrier();
-{% if prefetch %}
-{{ fetch("k", q_vectors, q_row, "tile_first + %d" % keys) }}
-{{ fetch("v", v_vectors, v_row, "tile_first + %d" % keys) }}
-{% endif %}
 {% if not hides %}
         let whole = tile_first >= whole_first && tile_first + {{ keys }} <= whole_past;
 {% endif %}
@@ -304,7 +327,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             if (chunk_first >= past) { break; }
 {% endif %}
             let k_at = chunk * {{ q_row }}u + lane;
-            let v_at = chunk * {{ v_row }}u + lane;
+            let v_at = chunk * {{ v_row }}u + lane + {{ k_vectors }}u;
 
             // Products of q and k: each lane's share, then summed over the team.
 {% for x in range(unroll) %}
@@ -360,26 +383,23 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             }
 {% endif %}
 
-            // The reference follows the highest logit, but seldom: weights may be as large as 2^SLACK.
-            var highest = logit0;
-{% for x in range(1, unroll) %}
-            highest = max(highest, logit{{ x }});
-{% endfor %}
-{% if not variant.bias %}
-            highest *= LOG2E;
-{% endif %}
+            // The reference follows the highest logit, but seldom: weights may be as large as 2^SLACK. With subgroups they are
+            // computed before it is known whether it moves, and once more if it does: the answer takes its time.
+            let highest = {{ in_pairs("logit", 0, unroll, ("max(", ", ")) }}{{ "" if variant.bias else " * LOG2E" }};
 {% if subgroups %}
+{{ weigh("var ") }}
             if (subgroupAny(highest > reference + SLACK)) {
                 let higher = max(highest, reference);
                 let shrink = exp2((reference - higher){{ to_powers }});
                 reference = higher;
                 total *= shrink;
 {% for i in range(rows) %}
-                let shrink{{ i }} = {{ "subgroupShuffleXor(shrink, %du)" % i if i else "shrink" }};
+                let shrink{{ i }} = {{ told("shrink", i) }};
 {% for n in range(v_each) %}
                 out{{ i }}_{{ n }} *= shrink{{ i }};
 {% endfor %}
 {% endfor %}
+{{ weigh("") }}
             }
 {% else %}
             var shrink = 1.0;
@@ -388,11 +408,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
                 reference = highest;
                 total *= shrink;
             }
+{{ weigh("var ") }}
 {% endif %}
-{% for x in range(unroll) %}
-            {{ "var" if hides else "let" }} weight{{ x }} = exp2({{ "(logit%d - reference) * LOG2E" % x if variant.bias else "fma(logit%d, LOG2E, -reference)" % x }});
-{% endfor %}
-            total += {% for x in range(unroll) %}{{ " + " if x else "" }}weight{{ x }}{% endfor %};
+            total += {{ in_pairs("weight", 0, unroll, ("(", " + ")) }};
 {% if hides %}
             // A key that is hidden from a row has weight -1 on its way to the others: they tell it from a small one.
 {% for x in range(unroll) %}
@@ -426,7 +444,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% for x in range(unroll) %}
             {
 {% for n in range(v_each) %}
-                {{ "var" if hides else "let" }} v{{ n }} = v_tile{{ x }}[v_at + {{ n * lanes }}u];
+                {{ "var" if hides else "let" }} v{{ n }} = tile{{ x }}[v_at + {{ n * lanes }}u];
 {% endfor %}
 {% for i in range(rows) %}
 {% if i == 0 %}
@@ -438,8 +456,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% endif %}
 {% endfor %}
 {% if hides %}
-                // A key that is hidden from every row may hold NaN.
-                if ({% for i in range(rows) %}{{ " && " if i else "" }}w{{ i }} < 0.0{% endfor %}) {
+                // A key that is hidden from every row may hold NaN. (Not &&, which is a branch each: too many for some compilers.)
+                if ({% for i in range(rows) %}{{ " & " if i else "" }}(w{{ i }} < 0.0){% endfor %}) {
 {% for n in range(v_each) %}
                     v{{ n }} = vec4<f32>();
 {% endfor %}
@@ -457,8 +475,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% endfor %}
         }
     }
+    }
 
-{% if chained %}
+{% if chain %}
+    let has_kept = past - first > {{ chain }};
     var kept_factor = exp2((kept_reference - reference){{ to_powers }});
     total = fma(kept_total, kept_factor, total);
 {% endif %}
@@ -476,7 +496,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var row_lse = {{ "reference + log(total)" if variant.bias else "fma(reference, LN2, log(total))" }};
     if (empty) { row_lse = negative_infinity(); }
     factor = select(factor / total, 0.0, empty);
-{% if chained %}
+{% if chain %}
     kept_factor *= factor;
 {% endif %}
 {% if variant.lengths or variant.packed %}
@@ -489,7 +509,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% for i in range(rows) %}
     let factor{{ i }} = {{ told("factor", i) }};
 {% endfor %}
-{% if chained %}
+{% if chain %}
 {{ tell("kept_factor") }}
 {% for i in range(rows) %}
     let kept_factor{{ i }} = {{ told("kept_factor", i) }};
@@ -501,7 +521,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         {{ "if (lane + %du < %du) " % (n * lanes, v_vectors) if (n + 1) * lanes > v_vectors else "" }}{
             let at = out_base + row{{ i }} * params.out_s + lane + {{ n * lanes }}u;
             var result = out{{ i }}_{{ n }} * factor{{ i }};
-{% if chained %}
+{% if chain %}
             if (has_kept) { result = fma(load_out(at), vec4<f32>(kept_factor{{ i }}), result); }
 {% endif %}
             result = select(result, vec4<f32>(), factor{{ i }} == 0.0);

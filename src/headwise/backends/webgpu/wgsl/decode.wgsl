@@ -163,10 +163,10 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
         let key_{{ j }} = start + {{ j * slots }} + i32(slot);
         let at_{{ j }} = min(key_{{ j }}, end - 1);
 {% if page %}
-        let exists_{{ j }} = page_{{ j }} >= params.range_first && page_{{ j }} < params.range_past;
+        let exists_{{ j }} = (page_{{ j }} >= params.range_first) & (page_{{ j }} < params.range_past);
         let in_page_{{ j }} = u32(at_{{ j }}) % {{ page }}u;
         let from_{{ j }} = u32(select(0, page_{{ j }} - params.range_first, exists_{{ j }}));
-        let there_{{ j }} = key_{{ j }} < end && exists_{{ j }};
+        let there_{{ j }} = (key_{{ j }} < end) & exists_{{ j }};
         let k_at_{{ j }} = k_head + from_{{ j }} * params.k_b + in_page_{{ j }} * params.k_s;
         let v_at_{{ j }} = v_head + from_{{ j }} * params.v_b + in_page_{{ j }} * params.v_s;
 {% else %}
@@ -233,7 +233,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {% for r in range(rows) %}
 {% for j in range(keys) %}
 {% if several %}
-        let seen_{{ j }}_{{ r }} = there_{{ j }} && key_{{ j }} <= position_{{ r }}{% if left %} && key_{{ j }} >= position_{{ r }} - params.left{% endif %};
+        // Not &&, which is a branch each: too many for some compilers.
+        let seen_{{ j }}_{{ r }} = there_{{ j }} & (key_{{ j }} <= position_{{ r }}){% if left %} & (key_{{ j }} >= position_{{ r }} - params.left){% endif %};
 {% else %}
         let seen_{{ j }}_{{ r }} = there_{{ j }};
 {% endif %}
