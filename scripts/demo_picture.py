@@ -1,6 +1,6 @@
 """Take the picture of the demo's report that README.md shows: of a run in headwise-demo/, with Chromium.
 
-    headwise demo && python scripts/demo_picture.py
+headwise demo && python scripts/demo_picture.py
 """
 
 from __future__ import annotations

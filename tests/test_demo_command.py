@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -157,8 +159,32 @@ def test_json(capsys, tmp_path, text):
     assert len(told["generated"].encode()) >= 500 - len("quick ")
 
 
-def test_terminal_codes_in_what_the_model_says_do_not_reach_the_terminal():
+def test_terminal_codes_do_not_reach_the_terminal(capsys, tmp_path, quick):
     assert demo._printable("a\x1b[2Jb\x07\n\tc") == "a�[2Jb�\n�c"
+    path = tmp_path / "codes[bold].txt"
+    path.write_bytes(b"\x1b]0;title\x07\x1b[31mred\n" + TEXT)
+    code, out, _ = headwise(capsys, "demo", *SMALL, "--steps", 1, "--text", path, "--out", tmp_path / "run")
+    assert code == 0
+    assert "\x1b" not in out
+    assert out.count("codes[bold].txt") >= 2  # brackets are no markup
+
+
+def test_a_file_name_that_is_no_text(capsys, tmp_path):
+    path = tmp_path / "bad\udcff.txt"
+    path.write_bytes(TEXT)
+    code, _, err = headwise(capsys, "demo", *SMALL, "--steps", 1, "--text", path, "--out", tmp_path / "run")
+    assert (code, err) == (0, "")
+    assert record.load_run(tmp_path / "run").text.startswith("bad�.txt")
+
+
+def test_a_terminal_without_unicode(tmp_path, text):
+    arguments = [*SMALL, "--steps", "1", "--text", str(text), "--out", str(tmp_path / "run")]
+    ran = subprocess.run(
+        [sys.executable, "-m", "headwise.cli", "demo", *arguments],
+        capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert b"Report: " in ran.stdout
 
 
 def test_a_failed_check_of_decoding_is_a_failure(capsys, monkeypatch, tmp_path, text, quick):
@@ -214,7 +240,10 @@ def test_ctrl_c_stops_after_the_step_and_writes_the_report(tmp_path, text, capsy
     assert 1 <= steps < 1000
     assert run.plain is None
     assert f"Stopped after step {steps:,}." in out
-    assert "--resume" in out
+    again = next(line for line in out.splitlines() if "To go on: " in line).split("To go on: ")[1]
+    assert shlex.split(again) == [
+        "headwise", "demo", "--resume", "--out", str(tmp_path / "run"), "--backend", "cpu", "--text", str(text),
+    ]  # fmt: skip
     assert (tmp_path / "run" / record.REPORT).exists()
     assert checkpoint.read(tmp_path / "run" / record.CHECKPOINT).losses == run.curve.losses
 
@@ -233,6 +262,15 @@ def test_resuming_gives_the_losses_of_a_run_in_one_go(capsys, tmp_path, text, ha
     first, second = (load_file(folder / record.CHECKPOINT) for folder in (half_way, tmp_path / "whole"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_beginning_anew_keeps_the_checkpoint_that_is_there(capsys, text, half_way, quick):
+    before = (half_way / record.CHECKPOINT).read_bytes()
+    code, out, _ = headwise(capsys, "demo", *SMALL, "--steps", 1, "--text", text, "--out", half_way)
+    assert code == 0
+    assert "kept as checkpoint-before.safetensors" in out
+    assert (half_way / "checkpoint-before.safetensors").read_bytes() == before
+    assert checkpoint.read(half_way / record.CHECKPOINT).step == 1
 
 
 def test_resuming_to_another_number_of_steps_says_what_that_means(capsys, text, half_way, quick):
@@ -318,9 +356,9 @@ def test_options_that_make_no_sense(capsys, tmp_path, option, value, problem):
 def test_a_folder_that_cannot_be_made(capsys, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     assert refused(capsys, "--out", tmp_path / "file" / "run").startswith(
-        f"--out {tmp_path / 'file' / 'run'} cannot be made"
+        f"--out {tmp_path / 'file' / 'run'} cannot be written to"
     )
-    assert refused(capsys, "--out", tmp_path / "file").startswith(f"--out {tmp_path / 'file'} cannot be made")
+    assert refused(capsys, "--out", tmp_path / "file").startswith(f"--out {tmp_path / 'file'} cannot be written to")
 
 
 @pytest.mark.parametrize("package", ["safetensors", "matplotlib"])
@@ -374,6 +412,13 @@ def test_a_file_of_somebody_else(capsys, tmp_path):
         (lambda tensors, about: tensors.pop("model.table"), "is broken: table is missing"),
         (lambda tensors, about: tensors.pop("optimizer.exp_avg.table"), "is broken: KeyError: 'exp_avg'"),
         (lambda tensors, about: tensors.pop("losses"), "is broken: KeyError: 'losses'"),
+        (lambda tensors, about: tensors.pop("optimizer.step.table"), "is broken: KeyError: 'step'"),
+        (lambda tensors, about: tensors.update(losses=torch.tensor(2.0)), "is broken: TypeError"),
+        (
+            lambda tensors, about: tensors.update(losses=tensors["losses"][:2].clone()),
+            "is broken: it has 2 losses, and moments of 4 steps",
+        ),
+        (lambda tensors, about: tensors["model.table"].fill_(math.nan), "is broken: table is not finite"),
     ],
 )
 def test_a_checkpoint_that_contradicts_itself(capsys, tmp_path, finished, damage, problem):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -34,12 +35,15 @@ OK, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((a for a in arguments if not a.startswith("-")), None)
-    parser, module = _parser(command)
-    args = parser.parse_args(arguments)
-    if module is None:
-        parser.print_help()
-        return BAD_USAGE
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no ✓ shows ?
     try:
+        parser, module = _parser(command)
+        args = parser.parse_args(arguments)
+        if module is None:
+            parser.print_help()
+            return BAD_USAGE
         code: int = module.run(args)
         return code
     except UsageError as error:

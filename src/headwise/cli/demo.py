@@ -16,6 +16,7 @@ import math
 import platform
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,13 +42,14 @@ from headwise.demo.text import Text, TextError
 from headwise.demo.train import Diverged, Recipe, StopRequest, Training
 
 FAILED, INTERRUPTED = 1, 130
-DEFAULT_FOLDER = Path("headwise-demo")
+DEFAULT_FOLDER = Path(record.DEFAULT_FOLDER)
 
 PLAIN_STEPS = 20  # enough to see whether two curves are one, and which is quicker
 _CHECKED_POSITIONS = 160  # two windows and a half
 LAST_STEPS = 20  # the loss at the end is their mean: one step alone says little
 _SECONDS_BETWEEN_CHECKPOINTS = 30.0
 _WIDTH_OF_A_CORE = 128
+_WIDEST = 1 << 30  # wider, and sizes no longer fit the numbers that PyTorch counts bytes with
 _NEEDED = {"safetensors": "checkpoints", "matplotlib": "pictures", "numpy": "pictures"}
 
 
@@ -104,8 +106,10 @@ def _run(args: argparse.Namespace) -> int:
     recipe = _recipe(args, kept, corpus)
     prompt = _prompt(args.prompt, corpus, recipe)
     _make_folder(args.out)
-
     teller, stop = _Teller(quiet=args.json), StopRequest()
+    if kept is None:
+        teller.setting_aside(checkpoints.set_aside(args.out / record.CHECKPOINT))
+
     device = next(row.devices[0] for row in BACKENDS if row.name == backend)
     with _threads(recipe), stop.listening(teller.stopping):
         training = Training(recipe, corpus, headwise_ops(backend), device)
@@ -145,7 +149,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         _terminal.print_json(_summary(result, args.out, files))
     else:
-        teller.ending(result, args.out)
+        teller.ending(result, args)
     if not decode.passed:
         return FAILED
     return INTERRUPTED if stop else 0
@@ -180,6 +184,8 @@ def _recipe(args: argparse.Namespace, kept: checkpoints.Checkpoint | None, corpu
     asked = {
         name: getattr(args, name) for name in ("steps", "layers", "width", "seed") if getattr(args, name) is not None
     }
+    if asked.get("width", 0) > _WIDEST:
+        raise _terminal.UsageError(f"--width is {asked['width']}; it needs to be at most {_WIDEST}")
     if asked.get("steps", 1) < 1:
         raise _terminal.UsageError(f"--steps is {asked['steps']}; it needs to be at least 1")
     if not 0 <= asked.get("seed", 0) < 1 << 63:
@@ -214,8 +220,10 @@ def _prompt(given: str | None, corpus: Text, recipe: Recipe) -> bytes:
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # said now, and not after the training
+            pass
     except OSError as error:
-        raise _terminal.UsageError(f"--out {folder} cannot be made: {error.strerror or error}") from error
+        raise _terminal.UsageError(f"--out {folder} cannot be written to: {error.strerror or error}") from error
 
 
 def _device_name(backend: str) -> str:
@@ -323,7 +331,7 @@ class _Teller:
             return
         recipe, shape = training.recipe, training.recipe.shape
         about = Table.grid(padding=(0, 3))
-        about.add_row("text", str(training.text))
+        about.add_row("text", Styled(_printable(str(training.text))))
         about.add_row(
             "model",
             f"{training.model.parameter_count():,} parameters · {shape.layers} layers, window {shape.window} and "
@@ -334,7 +342,8 @@ class _Teller:
             f"{recipe.steps:,} steps of {recipe.tokens:,} bytes: documents, packed, of at most {recipe.context}",
         )
         about.add_row("kernels", f"{backend} · {device}")
-        self.console.print(f"[bold]A small transformer learns to write like {training.text.name}[/bold]\n")
+        name = _printable(training.text.name)
+        self.console.print(Styled(f"A small transformer learns to write like {name}\n", "bold"))
         self.console.print(about)
         self.console.print()
         if kept is not None:
@@ -377,23 +386,42 @@ class _Teller:
         with self.errors.status(what):
             yield
 
-    def ending(self, result: record.Run, folder: Path) -> None:
+    def setting_aside(self, path: Path | None) -> None:
+        if path is not None:
+            told = f"An earlier run's checkpoint is here: it is kept as {path.name}. To go on from one: --resume.\n"
+            (self.errors if self.quiet else self.console).print(Styled(told))
+
+    def ending(self, result: record.Run, args: argparse.Namespace) -> None:
+        folder: Path = args.out
         self.console.print(_results(result))
         self.console.print(_footnote(result))
         if result.decode is not None:
             self.console.print(_verdict(result.decode))
         self.console.print("\n[bold]It speaks[/bold] [dim](in bold what it was given)[/dim]")
-        spoken = Styled.assemble((result.prompt, "bold"), _printable(result.generated))
+        spoken = Styled.assemble((_printable(result.prompt), "bold"), _printable(result.generated))
         for line in spoken.wrap(self.console, self.console.width - 2):
             line.rstrip()
             self.console.print(Styled("  ") + line)
         where = "" if folder == DEFAULT_FOLDER else f" {shlex.quote(str(folder))}"
         if result.interrupted:
-            again = f"headwise demo --resume{where and ' --out' + where}"
+            again = _to_go_on(args)
             done = f"\nStopped after step {len(result.curve.losses):,}. To go on: "
             self.console.print(Styled.assemble(done, (again, "bold")), soft_wrap=True)
         told = f"\nReport: {folder / record.REPORT}. To look at it: "
         self.console.print(Styled.assemble(told, (f"headwise view{where}", "bold")), soft_wrap=True)
+
+
+def _to_go_on(args: argparse.Namespace) -> str:
+    """The command that resumes. What a checkpoint does not hold is said again: text, backend, prompt."""
+    words = ["headwise", "demo", "--resume"]
+    if args.out != DEFAULT_FOLDER:
+        words += ["--out", str(args.out)]
+    for option in ("backend", "prompt"):
+        if getattr(args, option) is not None:
+            words += [f"--{option}", getattr(args, option)]
+    if args.text is not None:
+        words += ["--text", *map(str, args.text)]
+    return shlex.join(words)
 
 
 def _resumed(kept: checkpoints.Checkpoint, recipe: Recipe, backend: str) -> str:

@@ -72,6 +72,18 @@ def write(training: Training, backend: str, path: Path) -> None:
         raise CheckpointError(f"{path} could not be written{kept}: {_reason(error)}") from error
 
 
+def set_aside(path: Path) -> Path | None:
+    """Before a run that begins anew: a checkpoint that is there already gets another name. That name, if there was one."""
+    if not path.exists():
+        return None
+    kept = path.with_name(f"{path.stem}-before{path.suffix}")
+    try:
+        path.replace(kept)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be kept as {kept.name}: {_reason(error)}") from error
+    return kept
+
+
 def read(path: Path) -> Checkpoint:
     from safetensors import SafetensorError, safe_open
 
@@ -116,12 +128,12 @@ def _unpack(tensors: dict[str, Tensor], about: dict[str, Any]) -> Checkpoint:
         tokens_per_second=about["tokens_per_second"],
         weights=weights,
         optimizer_state=optimizer_state,
-        losses=tensors["losses"].tolist(),
+        losses=[float(loss) for loss in tensors["losses"].tolist()],
     )
 
 
 def _broken_tensor(checkpoint: Checkpoint) -> str | None:
-    """Weights and moments have to be those that the recipe in the same file asks for."""
+    """Weights and moments have to be those that the recipe in the same file asks for, after as many steps as losses."""
     with torch.device("meta"):
         model = Transformer(checkpoint.recipe.shape, plain_ops(), seed=None)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -129,6 +141,12 @@ def _broken_tensor(checkpoint: Checkpoint) -> str | None:
         {name: state[moment] for name, state in checkpoint.optimizer_state.items()}
         for moment in ("exp_avg", "exp_avg_sq")
     ]
+    steps = {int(state["step"]) for state in checkpoint.optimizer_state.values()}
+    if steps != {checkpoint.step}:
+        return f"it has {checkpoint.step} losses, and moments of {', '.join(map(str, sorted(steps)))} steps"
+    for name, weight in checkpoint.weights.items():
+        if not weight.isfinite().all():
+            return f"{name} is not finite"
     for tensors in (checkpoint.weights, *moments):
         found = {name: tuple(value.shape) for name, value in tensors.items()}
         for name in sorted(expected.keys() | found.keys()):

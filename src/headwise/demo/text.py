@@ -71,8 +71,10 @@ def files(paths: Sequence[Path]) -> Text:
             raise TextError(f"{path} cannot be read: {error.strerror or error}") from error
         if not content:
             raise TextError(f"{path} is empty")
-        found.append((path.name, content))
-    return _text(", ".join(name for name, _ in found), found)
+        # A name need not be text; what is written of it later has to be.
+        found.append((path.name.encode(errors="surrogateescape").decode(errors="replace"), content))
+    names = [name for name, _ in found]
+    return _text(", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} other files", found)
 
 
 def _text(name: str, documents: list[tuple[str, bytes]]) -> Text:
@@ -84,4 +86,6 @@ def _text(name: str, documents: list[tuple[str, bytes]]) -> Text:
     text = Text(name, tuple(made))
     if text.size < LEAST:
         raise TextError(f"{text.name} has {text.size} bytes; it needs at least {LEAST}")
+    if all(len(document.training) < 2 for document in text.documents):
+        raise TextError(f"{text.name} has documents of one byte alone: there is no next byte to guess")
     return text

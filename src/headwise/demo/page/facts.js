@@ -8,7 +8,7 @@ const LAST = 20; // steps that the final loss is the mean of
 export const mean = (numbers) => numbers.reduce((sum, number) => sum + number, 0) / numbers.length;
 
 const duration = (seconds) =>
-  seconds < 100 ? `${seconds.toFixed(1)} s` : `${Math.floor(seconds / 60)} min ${whole(seconds % 60)} s`;
+  seconds < 100 ? `${seconds.toFixed(1)} s` : `${Math.floor(Math.round(seconds) / 60)} min ${Math.round(seconds) % 60} s`;
 const millions = (count) => (count < 1e5 ? whole(count) : `${(count / 1e6).toFixed(2)} M`);
 const steps = (count) => `${whole(count)} step${count === 1 ? "" : "s"}`;
 const listed = (value) => (Array.isArray(value) ? value.join(", ") : value === null ? "none" : String(value));
