@@ -1,4 +1,4 @@
-"""Take the picture of the demo's report that README.md shows: of a run in headwise-demo/, with Chromium.
+"""Take the picture of a demo's report that README.md shows, its attention: of the run in headwise-demo/, with Chromium.
 
 headwise demo && python scripts/demo_picture.py
 """
@@ -24,7 +24,7 @@ def main() -> int:
     with open_page(REPORT, width=1120, height=1000) as page:
         page.wait_for_timeout(500)
         assert page.problems == [], page.problems
-        page.screenshot(path=PICTURE, full_page=True)
+        page.locator("section[aria-labelledby=attention-title]").screenshot(path=PICTURE)
     print(PICTURE.relative_to(ROOT))
     return 0
 
