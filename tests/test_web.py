@@ -451,9 +451,9 @@ def test_bad_use_is_one_line(arguments, words, tmp_path, monkeypatch, capsys):
 
 
 def test_web_serves_the_same_site_until_it_is_stopped(site, sample, tmp_path):
-    """Another process, the same bytes: what is recorded depends on nothing else."""
+    """Another process with other settings, the same bytes: what is recorded depends on nothing else."""
     save_attention(sample, tmp_path)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWISE_")}
+    environment = os.environ | {"HEADWISE_BACKEND": "cpu", "HEADWISE_VALIDATE": "1", "HEADWISE_WEBGPU_TIER": "A"}
     command = [sys.executable, "-m", "headwise.cli", "web", str(tmp_path), "--no-open", "--port", "0"]
     serving = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:

@@ -9,5 +9,6 @@ device that computes nothing and writes down what it is told (`recording`), and 
 ``measures.py``    programs of real sizes, to be timed
 ``maps.py``        the attention maps of a demo
 ``site.py``        all of it, written as a folder of static files
+``server.py``      such a folder, served to this machine
 ``page/``          the page itself: plain HTML, CSS and JavaScript modules
 """

@@ -23,6 +23,7 @@ from headwise.backends.webgpu import runtime, shaders
 from headwise.backends.webgpu.adapter import Capabilities
 from headwise.backends.webgpu.array import Array
 from headwise.backends.webgpu.storage import USAGE, Pool, Region
+from headwise.config import settings
 
 
 @dataclass(eq=False)
@@ -161,10 +162,12 @@ def recording(capabilities: Capabilities) -> Iterator[Tape]:
     device = runtime.Device((tape, capabilities), shaders.TINT)
     device.pool = _NewMemory(tape, capabilities.buffer_bytes, capabilities.name, device.flush)
     registry.ask_again("webgpu")  # there may be no adapter here
+    validate, settings.validate = settings.validate, False  # which reads values back
     try:
-        with runtime.current(device):
+        with runtime.current(device), registry.use_backend("webgpu"):
             yield tape
     finally:
+        settings.validate = validate
         registry.ask_again("webgpu")
 
 
