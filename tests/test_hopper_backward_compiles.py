@@ -142,6 +142,7 @@ def test_what_the_backward_takes_and_why_it_takes_no_more():
     assert covered((1, 32, 4096, 80)) is None
     assert "v has" in covered((1, 32, 4096, 80), value_dim=96)
     assert "caps" in covered(flags=FULL._replace(softcap=1e4))
+    assert "caps" in covered(flags=FULL._replace(softcap=1e-4))
     assert "bfloat16" in covered(dtype=torch.float32)
     assert "mask" in covered(masked=True)
     assert "kv_lengths" in covered(lengths=True)

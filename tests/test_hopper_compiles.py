@@ -137,6 +137,11 @@ def test_a_register_that_is_not_always_set_is_found():
         ({"longest": 100}, "fewer than 128 queries"),
         ({"k_shape": (2, 8, 0, 128)}, "no keys"),
         ({"strides": ((8000, 1000, 132, 1),) * 3}, "strides of q"),
+        ({"softcap": 1e4}, "caps up to 256"),
+        ({"softcap": 30.0}, None),
+        ({"k_shape": (2, 8, 900, 128), "right": 0}, "rows that see nothing"),
+        ({"k_shape": (2, 8, 900, 128), "right": 100}, None),
+        ({"k_shape": (2, 8, 900, 128)}, None),
     ],
 )
 def test_calls_that_are_not_covered_say_why(change, reason):

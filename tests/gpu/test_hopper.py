@@ -140,9 +140,34 @@ def test_graphs_and_streams_draw_their_work_from_counters_of_their_own():
 def test_what_is_not_covered_goes_to_the_plain_kernel_and_says_so():
     q, k, v = qkv(1, 32, 32, 600, 600, 128)
     mask = torch.ones(600, 600, dtype=torch.bool, device=q.device)
-    assert "the plain kernel; it reads no mask" in note("attention", q, k, v, mask=mask)
+    assert "the plain kernel (it reads no mask" in note("attention", q, k, v, mask=mask)
     odd = normal(1, 32, 600, 132)[..., :128]
-    assert "the plain kernel; the strides of q" in note("attention", odd, k, v)
+    assert "the plain kernel (the strides of q" in note("attention", odd, k, v)
     assert_close(hw.attention(odd, k, v), plainly(hw.attention, odd, k, v), 1e-6)
     shifted = normal(32 * 600 * 128 + 1)[1:].view(1, 32, 600, 128)  # an address that no descriptor takes
     assert_close(hw.attention(shifted, k, v), plainly(hw.attention, shifted, k, v), 1e-6)
+
+
+@pytest.mark.parametrize("lowest", [0.0, -math.inf])
+def test_rows_that_see_nothing_are_zeros(lowest):
+    """Neither a sink of -inf nor a NaN that other rows see may reach them."""
+    q, k, v = qkv(2, 32, 8, 600, 512, 128)
+    v = v.clone()
+    v[0, :, 3] = math.nan  # seen by every row of the first entry that sees anything
+    lengths = torch.tensor([512, 0], dtype=torch.int32, device=q.device)
+    sink = torch.full((32,), lowest, device=q.device)
+    for given in ({"kv_lengths": lengths}, {}):
+        out, lse = hw.attention(q, k, v, causal=True, sink=sink, return_lse=True, **given)
+        empty = lse == -math.inf
+        assert empty[:, :, :88].all()
+        assert (out[empty] == 0).all()
+        assert not empty[0, :, 88:].any()
+
+
+def test_inductor_may_make_graphs_of_it():
+    q, k, v = qkv(2, 32, 32, 1024, 1024, 64)
+    hw.attention(q, k, v, causal=True)
+    compiled = torch.compile(lambda q, k, v: hw.attention(q, k, v, causal=True), mode="reduce-overhead")
+    for _ in range(4):
+        out = compiled(q, k, v).clone()
+    assert same_bits((out,), (hw.attention(q, k, v, causal=True),))

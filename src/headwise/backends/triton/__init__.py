@@ -87,17 +87,27 @@ def _kernel(reason: str | None) -> str:
 def _not_forward(call: Call, arguments: Mapping[str, Any]) -> str | None:
     shapes, strides = hopper.as_dense(call.op == "attention_varlen", *(arguments[name] for name in "qkv"))
     masked = _given(arguments, "mask", "bias")
-    return hopper.covers_forward(call.dtype, *shapes, strides, masked, arguments.get("max_seqlen_q"))
+    return hopper.covers_forward(
+        call.dtype, *shapes, strides, masked, arguments.get("max_seqlen_q"), _right(arguments), _cap(arguments)
+    )
 
 
 def _not_backward(call: Call, arguments: Mapping[str, Any]) -> str | None:
     packed = call.op == "attention_varlen"
     shapes, strides = hopper.as_dense(packed, *(arguments[name] for name in "qkv"))
-    right = 0 if arguments.get("causal") else (arguments.get("window") or (None, None))[1]
     return backward_coverage.covers_backward(
         call.dtype, *shapes, strides, _given(arguments, "mask", "bias"), _given(arguments, "kv_lengths"),
-        _given(arguments, "sink"), packed, -1 if right is None else right, arguments.get("softcap") or 0.0,
+        _given(arguments, "sink"), packed, _right(arguments), _cap(arguments),
     )  # fmt: skip
+
+
+def _right(arguments: Mapping[str, Any]) -> int:
+    right = 0 if arguments.get("causal") else (arguments.get("window") or (None, None))[1]
+    return -1 if right is None else right
+
+
+def _cap(arguments: Mapping[str, Any]) -> float:
+    return arguments.get("softcap") or 0.0
 
 
 def _given(arguments: Mapping[str, Any], *names: str) -> bool:

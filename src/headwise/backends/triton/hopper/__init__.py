@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16)
+WIDEST_CAP = 256  # c · tanh(s / c) by way of exp(2 s / c) is off by c · 1e-7
 Strides = tuple[int, ...]
 
 
@@ -99,12 +100,12 @@ def missing(device: int) -> str | None:
 
 def covers_forward(
     dtype: torch.dtype, q_shape: tuple[int, ...], k_shape: tuple[int, ...], value_dim: int,
-    strides: Sequence[Strides], masked: bool, longest: int | None = None,
+    strides: Sequence[Strides], masked: bool, longest: int | None = None, right: int = -1, softcap: float = 0.0,
 ) -> str | None:  # fmt: skip
     """Why the Hopper forward does not take a call of q ``(B, Hq, Sq, D)`` and k ``(B, Hk, Sk, D)``; None if it does.
 
     strides: of q, k, v and, if it is there, the output, in elements. masked: there is a mask or a bias.
-    longest: queries of the longest sequence of a packed batch.
+    longest: queries of the longest sequence of a packed batch. right, softcap: as in `Flags`.
     """
     batch, heads, queries, head_dim = q_shape
     keys = k_shape[2]
@@ -118,6 +119,10 @@ def covers_forward(
         return f"its head dims are multiples of 8 up to {FORWARD[-1].widest}, and this one is {head_dim}"
     if keys == 0:
         return "there are no keys"
+    if softcap > WIDEST_CAP:
+        return f"its tanh is for caps up to {WIDEST_CAP}"
+    if longest is None and right >= 0 and queries > keys + right:
+        return "there are rows that see nothing, and its tiles multiply by values that they do not see"
     if (queries if longest is None else longest) < LEAST_QUERIES:
         return f"it was not measured with fewer than {LEAST_QUERIES} queries"
     if tiles_in_all(q_shape) < LEAST_TILES:

@@ -70,7 +70,9 @@ def attention_backward(
 ) -> Tensor:  # fmt: skip
     """Fill dq, dk and dv, all ``(B, H, S, D)`` (a packed batch has B = 1); return dsink, empty if it is not needed."""
     if not _aligned(grad_out):
-        grad_out = grad_out.contiguous()
+        grad_out = grad_out.clone(
+            memory_format=torch.contiguous_format
+        )  # contiguous, it may still begin at an odd address
     left, right = band_of(flags, q.shape[2], k.shape[2])
     lse_rows, empty_rows = q.shape[2], 0
     if packed is not None:

@@ -70,8 +70,8 @@ def prepare(
     first = start + block.to(tl.int64) * ROWS
     o_base = out + tl.multiple_of(batch * o_b + head * o_h.to(tl.int64), ALIGN) + first * o_s
     g_base = grad_out + tl.multiple_of(batch * g_b + head * g_h.to(tl.int64), ALIGN) + first * g_s
-    out_tile = tl.load(o_base + lane[:, None] * o_s + d[None, :], mask=there, other=0.0)
-    do_tile = tl.load(g_base + lane[:, None] * g_s + d[None, :], mask=there, other=0.0)
+    out_tile = tl.load(o_base + lane.to(tl.int64)[:, None] * o_s + d[None, :], mask=there, other=0.0)
+    do_tile = tl.load(g_base + lane.to(tl.int64)[:, None] * g_s + d[None, :], mask=there, other=0.0)
     delta = tl.sum(out_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     if grad_lse is not None:
         delta -= tl.load(grad_lse + at_row, mask=alive, other=0.0)

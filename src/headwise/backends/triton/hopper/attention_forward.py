@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,7 +40,10 @@ def _plan(
     packed = sequences is not None
     longest = min(max_q, q_length) if packed else q_length
     if tile is None:
-        if covers_forward(dtype, q_shape, k_shape, value_dim, strides, False, longest) is not None:
+        reason = covers_forward(
+            dtype, q_shape, k_shape, value_dim, strides, False, longest if packed else None, flags.right, flags.softcap
+        )
+        if reason is not None:
             return None
         banded = flags.left >= 0 or flags.right >= 0
         tile = forward_tile(head_dim, longest, banded, tiles_in_all(q_shape), processors)
@@ -84,12 +88,13 @@ def _processors(device: int) -> int:
 
 
 # The counter that programs draw their work from. Every launch leaves it at zero, so launches on one stream may share one;
-# a launch that is captured in a graph gets one of its own, zeroed by the graph itself.
+# a launch that is captured in a graph gets one of its own, zeroed by the graph itself. So does every launch where Inductor
+# may be making graphs: its rounds before the capture allocate from the memory of the graph, and nothing of that may be kept.
 _counters: dict[tuple[int, int], Tensor] = {}
 
 
 def _counter(like: Tensor, device: int) -> Tensor:
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing() or "torch._inductor.cudagraph_trees" in sys.modules:
         return torch.zeros(1, dtype=torch.int32, device=like.device)
     key = (device, torch._C._cuda_getCurrentRawStream(device))
     counter = _counters.get(key)

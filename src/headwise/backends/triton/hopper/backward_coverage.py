@@ -9,7 +9,10 @@ import torch
 
 DTYPES = (torch.bfloat16, torch.float16)
 KEYS = 128  # per tile
-_WIDEST_CAP = 256  # c · tanh(s / c) by way of exp(2 s / c) is off by c · 6e-8
+_LEAST_CAP, _WIDEST_CAP = (
+    0.01,
+    256,
+)  # below, the slope of tanh drowns in rounding; above, c · tanh(s / c) is off by c · 6e-8
 
 
 class BackwardTile(NamedTuple):
@@ -53,8 +56,8 @@ def covers_backward(
         return f"its head dims are multiples of 8 up to {max(BACKWARD_TILES)}, and this one is {head_dim}"
     if value_dim != q_shape[3]:
         return f"not measured yet: v has head dim {value_dim} where q has {q_shape[3]}"
-    if softcap > _WIDEST_CAP:
-        return f"its tanh is for caps up to {_WIDEST_CAP}"
+    if softcap > 0 and not _LEAST_CAP <= softcap <= _WIDEST_CAP:
+        return f"its tanh is for caps from {_LEAST_CAP} to {_WIDEST_CAP}"
     if 0 in (*q_shape, *k_shape):
         return "there is nothing to do"
     if sink and (packed or (right >= 0 and q_shape[2] > k_shape[2] + right)):

@@ -189,6 +189,15 @@ def _visit(
 
 
 @gluon.jit
+def _scaled(acc, factor, X: gl.constexpr):
+    """The output of rows. Rows that see nothing have factor zero: their sums may hold NaN of values that others see."""
+    scaled = acc * factor
+    if X.cut:
+        scaled = gl.where(factor == 0.0, 0.0, scaled)
+    return scaled
+
+
+@gluon.jit
 def _store_rows(out, values, start, row, rows, stride, column, head_dim, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
     """The rows of a tile that are there, from the registers."""
     lane = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -389,15 +398,15 @@ def _consume(C: gl.constexpr, o0, o1, tensors, numbers, unit, inner, shared, bar
         row_lse = gl.where(empty, -float("inf"), (top + gl.log2(sums)) * LN2)
         if X.cut:
             row_lse = gl.where(bad, float("nan"), row_lse)
-            factor = gl.where(bad, float("nan"), factor)
+            factor = gl.where(bad, float("nan"), gl.where(empty, 0.0, factor))
         lane = row + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         gl.store(lse + batch_head.to(gl.int64) * q_length + start + lane, row_lse, mask=lane < rows)
 
         batch = batch_head // heads
         head = batch_head % heads
-        acc0 = acc0 * gl.convert_layout(factor, gl.SliceLayout(1, O0))[:, None]
+        acc0 = _scaled(acc0, gl.convert_layout(factor, gl.SliceLayout(1, O0))[:, None], X)
         if X.d1 > 0:
-            acc1 = acc1 * gl.convert_layout(factor, gl.SliceLayout(1, O1))[:, None]
+            acc1 = _scaled(acc1, gl.convert_layout(factor, gl.SliceLayout(1, O1))[:, None], X)
         if X.packed:
             if row + ROWS <= rows:
                 _store_tile(o0, o1, acc0, acc1, batch, head, start + row, o0_s, o1_s, C, X)
