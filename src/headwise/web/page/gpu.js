@@ -25,8 +25,8 @@ export async function open(without = []) {
     throw new Trouble(
       "missing",
       "This browser has no WebGPU.",
-      "Chrome and Edge have it from version 113 on (Android: 121), Safari from 26, Firefox from 141 on Windows and from 145 on Macs with Apple chips.",
-      "Where the browser is new enough, it may be switched off: look for WebGPU in chrome://flags or about:config.",
+      "Recent versions of Chrome, Edge, Safari and Firefox have it, though not on every system: try a newer one, or another browser.",
+      "It may also be switched off: look for WebGPU in chrome://flags or about:config.",
     );
   }
   const adapter = await navigator.gpu.requestAdapter({ powerPreference: "high-performance" });
