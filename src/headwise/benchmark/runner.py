@@ -249,6 +249,7 @@ def _bind(
         targets = list(call.leaves)
     if contender.yardstick and out.shape != grad_out.shape:
         grad_out = _gradient(out, maker)
+    grad_out = _laid_out_like(out, grad_out)
 
     def backward() -> tuple[Tensor, ...]:
         # Timed on a graph that is kept, the same way for everybody.
@@ -264,6 +265,17 @@ def _bind(
 def _gradient(out: Tensor, maker: Maker) -> Tensor:
     """For this output. A scalar loss gets the 1 that loss.backward() gives it."""
     return inputs.like(maker.normal(*out.shape, dtype=out.dtype), out) if out.dim() else torch.ones_like(out.detach())
+
+
+def _laid_out_like(out: Tensor, grad: Tensor) -> Tensor:
+    """The same gradient with the strides of the output, as a model's next layer gives it back.
+
+    Nobody is timed with a copy that a model would not need; and cuDNN, by way of PyTorch 2.11, took a gradient whose
+    strides were not those of the output for something else (``dq`` was unrelated to the truth).
+    """
+    if not isinstance(out, Tensor) or out.stride() == grad.stride():
+        return grad
+    return torch.empty_like(out, requires_grad=False).copy_(grad)
 
 
 def _captured(result: CaseResult, runners: dict[str, _Runner]) -> dict[str, timing.Action]:
