@@ -243,8 +243,8 @@ def test_what_attention_launches_compiles_and_fits(name, dtype, target, monkeypa
         compiled = _compile(launch, TARGETS[target][0])
         assert compiled.metadata.shared <= TARGETS[target][1]
         if target == "sm_90" and in_registers:
-            # Of float32 the assembler may put a few words aside to fit a second program on a multiprocessor.
-            assert _stack(compiled, tmp_path) <= (0 if dtype == torch.bfloat16 else 16)
+            # The assembler may put a few words aside to fit a second program on a multiprocessor.
+            assert _stack(compiled, tmp_path) <= (8 if dtype == torch.bfloat16 else 16)
 
 
 def _compile(launch, gpu):

@@ -74,6 +74,14 @@ def use_backend(name: str | None) -> Iterator[None]:
         _forced.name = previous
 
 
+def asked() -> tuple[Any, ...]:
+    """What `choose` depends on beside the call and the backend it names: two equal answers give equal choices."""
+    return (
+        getattr(_forced, "name", _NOT_SET), settings.backend, settings.tiles, settings.webgpu_adapter,
+        settings.webgpu_tier, settings.webgpu_binding_bytes, _times_asked,
+    )  # fmt: skip
+
+
 def choose(call: Call, backend: str | None) -> str:
     """The name of the backend that runs this call, or a ValueError that says why none does."""
     name = backend or getattr(_forced, "name", _NOT_SET)
@@ -132,6 +140,8 @@ availability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def ask_again(name: str) -> None:
     """What `availability` found for a backend holds no longer."""
+    global _times_asked
+    _times_asked += 1
     _availability.pop(name, None)
 
 
@@ -153,4 +163,5 @@ def _find(name: str) -> Backend:
 
 
 _availability: dict[str, str | None] = {}
+_times_asked = 0
 _launchers: dict[tuple[str, str], Callable[..., Any]] = {}

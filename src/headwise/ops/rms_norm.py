@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headwise.backends import registry
-from headwise.ops import _checks, _library
+from headwise.ops import _checks, _library, _remembered
 
 
 def rms_norm(
@@ -28,8 +28,11 @@ def rms_norm(
     store the distance of the weight from one (Gemma). The arithmetic is float32 at least and rounds once, to x's dtype.
     Any strides; the result is contiguous. Differentiable in ``x`` and ``weight``.
     """
-    call = rms_norm_call(x, weight, eps, weight_offset)
-    y, _ = _forward(x, weight, float(eps), float(weight_offset), registry.choose(call, backend))
+    kind = _remembered.kind("rms_norm", (x, weight), (eps, weight_offset, backend))
+    chosen = _remembered.recall(kind)
+    if chosen is None:
+        chosen = _remembered.keep(kind, registry.choose(rms_norm_call(x, weight, eps, weight_offset), backend))
+    y, _ = _forward(x, weight, float(eps), float(weight_offset), chosen)
     return y
 
 

@@ -1,4 +1,4 @@
-"""Decoding in Triton: the keys are split over the machine, and a second kernel merges the parts in a fixed order.
+"""Decoding in Triton: the keys are split over the machine, and who finishes last merges the parts, in a fixed order.
 
 A program serves all query heads of a key head (and all new tokens) with one read of its share of the cache: they are the
 rows of one tile. Shares are cut from each sequence's own keys, so a short sequence in a large cache still fills the
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headwise import layout
 from headwise.backends.triton.blocks import Strides, block_of, check_row_strides, common_alignment, in_order, load_rows
+from headwise.backends.triton.counters import zeros
 from headwise.backends.triton.launch import Plan
 from headwise.backends.triton.products import piece_of, row_products
 from headwise.backends.triton.rows import multiprocessors, power_of_two
@@ -66,24 +67,71 @@ def _join_sink(lse, sink, head, inside):
     return tl.where(empty, lse, joined), tl.where(empty, 0.0, power(lse - joined, 1.0))
 
 
+@triton.jit
+def _merged(
+    parts, part_lses, first_part, splits, rows_inside, DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    """``(values, lse)`` of rows, from their parts ``[split, Dv]``: always in the order of the splits."""
+    dv = tl.arange(0, BLOCK_DV)
+    inside = rows_inside[:, None] & (dv < DV)[None, :]
+    acc = tl.zeros([first_part.shape[0], BLOCK_DV], tl.float32)
+    highest = tl.full([first_part.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([first_part.shape[0]], tl.float32)
+    for first in range(0, splits, AT_ONCE):
+        # The loads of several parts are under way together: one after the other would cost memory's latency each.
+        all_splits = first + tl.arange(0, AT_ONCE)
+        there = rows_inside[:, None] & (all_splits < splits)[None, :]
+        lses = tl.load(part_lses + first_part[:, None] + all_splits[None, :], mask=there, other=-float("inf"))
+        higher = tl.maximum(highest, tl.max(lses, 1))
+        reference = tl.where(higher == -float("inf"), 0.0, higher)
+        shrink = power(highest - reference, 1.0)
+        acc *= shrink[:, None]
+        total *= shrink
+        highest = higher
+        for i in tl.static_range(AT_ONCE):
+            split = first + i
+            lse = tl.load(part_lses + first_part + split, mask=rows_inside & (split < splits), other=-float("inf"))
+            at = parts + ((first_part + split) * DV)[:, None] + dv[None, :]
+            values = tl.load(at, mask=inside & (split < splits), other=0.0)
+            values = tl.where((lse > -float("inf"))[:, None], values, 0.0)  # nobody wrote those that saw nothing
+            weight = power(lse - reference, 1.0)
+            total += weight
+            acc += values * weight[:, None]
+    empty = total == 0.0
+    row_lse = tl.where(empty, -float("inf"), highest + tl.log2(total) * LN2)
+    return acc * (1.0 / tl.where(empty, 1.0, total))[:, None], row_lse
+
+
+@triton.jit
+def _finish(values, row_lse, sink, out, lse, at, result, head, inside, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Join the sink and store the results of rows, whose outputs begin at ``at``."""
+    if sink is not None:
+        row_lse, not_sink = _join_sink(row_lse, sink, head, inside)
+        values *= not_sink[:, None]
+    tl.store(lse + result, row_lse, mask=inside)
+    dv = tl.arange(0, BLOCK_DV)
+    tl.store(at[:, None] + dv[None, :], values.to(out.dtype.element_ty), mask=inside[:, None] & (dv < DV)[None, :])
+
+
 @triton.jit(
     do_not_specialize=[
-        "q_length", "group", "key_heads", "capacity", "pages", "splits", "row_blocks", "left", "table_b", "q_b", "q_h",
-        "q_s", "k_b", "k_h", "v_b", "v_h", "o_b", "o_h", "o_s",
+        "rows", "q_length", "group", "key_heads", "capacity", "pages", "splits", "row_blocks", "left", "table_b", "q_b",
+        "q_h", "q_s", "k_b", "k_h", "v_b", "v_h", "o_b", "o_h", "o_s",
     ]
 )  # fmt: skip
 def _decode(
-    q, k, v, lengths, table, sink, out, lse,
-    q_length, group, key_heads, capacity, pages, splits, row_blocks, left, table_b,
+    q, k, v, lengths, table, sink, out, lse, parts, arrived,
+    rows, q_length, group, key_heads, capacity, pages, splits, row_blocks, left, table_b,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, scale, softcap,
     WHOLE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_CAP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
+    MERGED_ROWS: tl.constexpr, MERGED_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One share of one sequence's keys, for one key head.
+    """One share of one sequence's keys, for one key head. Who finishes last of a sequence merges its parts.
 
-    WHOLE: it is the only one, and out and lse are the results; else they are ``[row, split, Dv]`` float32 and
-    ``[row, split]``, for `_merge_splits`. PAGE: the page size, 0 for a contiguous cache.
+    WHOLE: there is one share. Else its part goes to ``parts``: float32 ``[row, split, Dv]``, then the lses ``[row, split]``.
+    ``arrived`` counts programs that are done, and is zero again after. PAGE: the page size, 0 for a contiguous cache.
     """
     program = tl.program_id(0)
     row_block = program % row_blocks
@@ -115,9 +163,12 @@ def _decode(
         stop = tl.minimum(split * some + some, skipped)
         wrong = tl.maximum(wrong, _any_wrong(table + batch * table_b, split * some, stop, pages, 128))
 
+    part_lses = parts
+    if not WHOLE:
+        part_lses += tl.full((), 0, tl.int64) + rows.to(tl.int64) * splits * DV
     if begin >= end and not WHOLE:
         nothing = tl.where(wrong > 0, float("nan"), -float("inf"))
-        tl.store(lse + result * splits + split, tl.zeros([ROWS], tl.float32) + nothing, mask=rows_inside)
+        tl.store(part_lses + result * splits + split, tl.zeros([ROWS], tl.float32) + nothing, mask=rows_inside)
     else:
         lane = tl.arange(0, KEYS)
         q_at = q + tl.multiple_of(batch * q_b + head.to(tl.int64) * q_h + token * q_s, ALIGN)
@@ -174,63 +225,31 @@ def _decode(
             wrong = tl.maximum(wrong, tl.max(crossed, 0))
         empty = total == 0.0
         row_lse = tl.where(empty, -float("inf"), highest * (1.0 / UNIT) + tl.log2(total) * LN2)
-        scaling = 1.0 / tl.where(empty, 1.0, total)
-        if WHOLE and sink is not None:
-            row_lse, not_sink = _join_sink(row_lse, sink, head, rows_inside)
-            scaling *= not_sink
         row_lse = tl.where(wrong > 0, float("nan"), row_lse)
-        tl.store(lse + result * splits + split, row_lse, mask=rows_inside)
-        values = tl.where(wrong > 0, float("nan"), acc * scaling[:, None])
-        dv = tl.arange(0, BLOCK_DV)
+        values = tl.where(wrong > 0, float("nan"), acc * (1.0 / tl.where(empty, 1.0, total))[:, None])
         if WHOLE:
             o_at = out + batch * o_b + head.to(tl.int64) * o_h + token * o_s
+            _finish(values, row_lse, sink, out, lse, o_at, result, head, rows_inside, DV, BLOCK_DV)
         else:
-            o_at = out + (result * splits + split) * DV
-        o_inside = rows_inside[:, None] & (dv < DV)[None, :]
-        tl.store(o_at[:, None] + dv[None, :], values.to(out.dtype.element_ty), mask=o_inside)
+            part = result * splits + split
+            dv = tl.arange(0, BLOCK_DV)
+            tl.store(part_lses + part, row_lse, mask=rows_inside)
+            tl.store(parts + (part * DV)[:, None] + dv[None, :], values, mask=rows_inside[:, None] & (dv < DV)[None, :])
 
-
-@triton.jit(do_not_specialize=["q_length", "heads", "splits", "o_b", "o_h", "o_s"])
-def _merge_splits(
-    parts, part_lses, sink, out, lse, q_length, heads, splits, o_b, o_h, o_s,
-    DV: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """out and lse of one row, from its parts ``[split, Dv]``: always in the order of the splits, SPLITS at a time."""
-    result = tl.program_id(0).to(tl.int64)
-    token, head = result % q_length, (result // q_length) % heads
-    batch = result // q_length // heads
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    parts += result * splits * DV
-    part_lses += result * splits
-    acc = tl.zeros([COLUMNS], tl.float32)
-    highest = tl.full((), -float("inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    bad = tl.full((), 0, tl.int32)
-    for first in range(0, splits, SPLITS):
-        split = first + tl.arange(0, SPLITS)
-        lses = tl.load(part_lses + split, mask=split < splits, other=-float("inf"))
-        there = lses > -float("inf")  # nobody wrote the values of the others
-        bad = tl.maximum(bad, tl.max((lses != lses).to(tl.int32), 0))
-        at = parts + split[:, None] * DV + column[None, :]
-        values = tl.load(at, mask=there[:, None] & (column < DV)[None, :], other=0.0)
-        higher = tl.maximum(highest, tl.max(lses, 0))
-        reference = tl.where(higher == -float("inf"), 0.0, higher)
-        weights = tl.where(there, power(lses - reference, 1.0), 0.0)
-        shrink = power(highest - reference, 1.0)
-        total = total * shrink + tl.sum(weights, 0)
-        acc = acc * shrink + tl.sum(values * weights[:, None], 0)
-        highest = higher
-    empty = total == 0.0
-    row_lse = tl.where(empty, -float("inf"), highest + tl.log2(total) * LN2)
-    scaling = 1.0 / tl.where(empty, 1.0, total)
-    if sink is not None:
-        row_lse, not_sink = _join_sink(row_lse, sink, head, True)
-        scaling *= not_sink
-    acc = tl.where(bad > 0, float("nan"), acc * scaling)
-    if tl.program_id(1) == 0:
-        tl.store(lse + result, tl.where(bad > 0, float("nan"), row_lse))
-    o_at = out + batch * o_b + head * o_h + token * o_s + column
-    tl.store(o_at, acc.to(out.dtype.element_ty), mask=column < DV)
+    if not WHOLE:
+        tl.debug_barrier()  # the count of one thread speaks for the stores of all
+        count = arrived + (batch * key_heads + key_head) * row_blocks + row_block
+        if tl.atomic_add(count, 1, sem="acq_rel") == splits - 1:
+            tl.store(count, 0)
+            last_row = row_block * ROWS + tl.arange(0, MERGED_ROWS)
+            last_inside = last_row < group * q_length
+            last_token, last_head = last_row % q_length, key_head * group + last_row // q_length
+            last_result = (batch * key_heads * group + last_head) * q_length + last_token
+            merged, merged_lse = _merged(
+                parts, part_lses, last_result * splits, splits, last_inside, DV, BLOCK_DV, MERGED_PARTS
+            )  # fmt: skip
+            last_at = out + batch * o_b + last_head.to(tl.int64) * o_h + last_token * o_s
+            _finish(merged, merged_lse, sink, out, lse, last_at, last_result, last_head, last_inside, DV, BLOCK_DV)
 
 
 def attention_decode(
@@ -259,35 +278,32 @@ def decode_with(
         return out, lse
     if block_table is not None and block_table.stride(1) != 1:
         block_table = block_table.contiguous()
-    plans = _plans(
+    plan = _plan(
         tile, num_splits, q.shape, k_cache.shape, v_cache.shape[3], q.stride(), k_cache.stride(), v_cache.stride(),
         out.stride(), None if block_table is None else (*block_table.shape, block_table.stride(0)), q.element_size(),
         flags, dot_precision(q.dtype), logit_unit(q.dtype),
     )  # fmt: skip
-    lengths, sink = lengths.contiguous(), in_order(sink)
-    if plans.merge is None:
-        plans.decode.launch(q, k_cache, v_cache, lengths, block_table, sink, out, lse)
-        return out, lse
-    parts = q.new_empty(plans.parts, dtype=torch.float32)
-    part_lses = q.new_empty(plans.parts[:2], dtype=torch.float32)
-    plans.decode.launch(q, k_cache, v_cache, lengths, block_table, sink, parts, part_lses)
-    plans.merge.launch(parts, part_lses, sink, out, lse)
+    parts = arrived = None
+    if plan.parts:
+        parts = q.new_empty(plan.parts, dtype=torch.float32)
+        arrived = zeros(q, plan.counters)
+    plan.launch.launch(q, k_cache, v_cache, lengths.contiguous(), block_table, in_order(sink), out, lse, parts, arrived)
     return out, lse
 
 
-class _Plans(NamedTuple):
-    decode: Plan
-    merge: Plan | None  # none where one program sees all keys of a sequence
-    parts: tuple[int, int, int]  # of results of all splits: [rows, splits, Dv]
+class _Planned(NamedTuple):
+    launch: Plan
+    parts: int  # numbers of all shares: values and lses; 0 where one share has all keys
+    counters: int  # of programs that are done
 
 
-# A model decodes with the same shapes again and again: working the launches out costs as much as the launches.
+# A model decodes with the same shapes again and again: working a launch out costs as much as the launch.
 @functools.lru_cache(maxsize=4096)
-def _plans(
-    tile: Tile, num_splits: int, q_shape: tuple[int, ...], k_shape: tuple[int, ...], dv: int, q_strides: Strides,
-    k_strides: Strides, v_strides: Strides, out_strides: Strides, table: tuple[int, int, int] | None, element: int,
-    flags: Flags, precision: str, unit: float,
-) -> _Plans:  # fmt: skip
+def _plan(
+    tile: Tile, num_splits: int, q_shape: tuple[int, ...], k_shape: tuple[int, ...], dv: int,
+    q_strides: Strides, k_strides: Strides, v_strides: Strides, out_strides: Strides, table: tuple[int, int, int] | None,
+    element: int, flags: Flags, precision: str, unit: float,
+) -> _Planned:  # fmt: skip
     """``table``: sequences, pages of each, and the stride between them."""
     batch, heads, q_length, head_dim = q_shape
     key_heads, block_d = k_shape[1], block_of(head_dim)
@@ -300,35 +316,32 @@ def _plans(
     # A cache without a single slot has no pages to look up.
     page_size = 0 if table is None else max(1, k_shape[2])
     rows = batch * heads * q_length
-    decode = Plan(
+    tiles = row_blocks * key_heads * batch
+    launch = Plan(
         _decode,
-        (row_blocks * splits * key_heads * batch, 1, 1),
+        (tiles * splits, 1, 1),
         (
-            q_length, heads // key_heads, key_heads, capacity, k_shape[0], splits, row_blocks, left,
+            rows, q_length, heads // key_heads, key_heads, capacity, k_shape[0], splits, row_blocks, left,
             0 if table is None else table[2], *q_strides[:3], *k_strides[:3], *v_strides[:3], *out_strides[:3],
             flags.scale, flags.softcap,
         ),
         (
-            splits == 1, left >= 0, flags.softcap > 0, page_size, head_dim, dv, block_d, block_of(dv), tile.queries,
-            tile.keys, tile.stages, piece_of(block_d, element),
+            splits == 1, left >= 0, flags.softcap > 0, page_size, head_dim, dv, block_d, block_of(dv),
+            tile.queries, tile.keys, tile.stages, piece_of(block_d, element),
             common_alignment(element, q_strides, k_strides, v_strides), precision, unit,
+            *merge_tile(heads // key_heads * q_length, tile.queries, block_of(dv), tile.warps),
         ),
         tile.warps,
         tile.stages,
         tile.registers,
     )  # fmt: skip
-    if splits == 1:
-        return _Plans(decode, None, (rows, 1, dv))
-    columns, split_block = merge_tile(dv, splits)
-    merge = Plan(
-        _merge_splits,
-        (rows, -(-dv // columns), 1),
-        (q_length, heads, splits, *out_strides[:3]),
-        (dv, columns, split_block),
-        4,
-        1,
-    )
-    return _Plans(decode, merge, (rows, splits, dv))
+    return _Planned(launch, 0 if splits == 1 else rows * splits * (dv + 1), tiles)
+
+
+def merge_tile(rows: int, queries: int, block_dv: int, warps: int) -> tuple[int, int]:
+    """Rows whose parts a program merges, and parts whose loads are under way together, as far as 64 registers go."""
+    merged = min(queries, power_of_two(rows))
+    return merged, max(1, min(16, 64 * 32 * warps // (merged * block_dv)))
 
 
 def rows_of(q: Tensor, k_cache: Tensor) -> int:
@@ -353,8 +366,3 @@ def decode_tile(element_size: int, head_dim: int, v_dim: int, rows: int, arch: s
         if keys * (stages - 1) * bytes_per_key <= _SHARED_MEMORY[arch] * 1024:
             return Tile(queries, keys, warps, stages)
     return Tile(queries, 16, warps, 1)
-
-
-def merge_tile(v_dim: int, splits: int) -> tuple[int, int]:
-    """``(columns, splits)`` of a program of `_merge_splits`: few variants, and enough loads in flight."""
-    return min(block_of(v_dim), 128), 16 if splits <= 16 else 64

@@ -131,7 +131,12 @@ def broadcastable(
         raise ValueError(
             f"{op}: {name} has shape {_checks.shape_of(x)}; it needs to broadcast to ({text}) = (B, Hq, Sq, Sk)"
         )
-    return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape)) if x.dim() < 4 else x
+    return four_dims(x)
+
+
+def four_dims(x: Tensor | None) -> Tensor | None:
+    """mask or bias with its leading dims, of size 1, written out."""
+    return x if x is None or x.dim() == 4 else x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
 
 
 def _own_or_float32(q: Tensor) -> str:

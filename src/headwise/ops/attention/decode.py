@@ -15,7 +15,7 @@ from torch import Tensor
 from headwise import layout
 from headwise.backends import registry
 from headwise.config import settings
-from headwise.ops import _checks, _device_values, _library
+from headwise.ops import _checks, _device_values, _library, _remembered
 from headwise.ops.attention import _arguments
 from headwise.ops.attention._arguments import Flags, Window
 
@@ -50,16 +50,23 @@ def attention_decode(
     Meant for inference; gradients are there, and cost what those of `attention` cost (over a gathered copy of the cache
     when it is paged). The explicit form is ``attention_backward(..., causal=True, kv_lengths=lengths)``.
     """
-    p = _prepare(
-        q, k_cache, v_cache, lengths, block_table=block_table, window=window, scale=scale, softcap=softcap, sink=sink,
-        num_splits=num_splits,
-    )  # fmt: skip
-    out, lse = _forward(
-        p.q, k_cache, v_cache, lengths, block_table, sink, *p.flags, num_splits or 0, registry.choose(p.call, backend)
+    kind = _remembered.kind(
+        "attention_decode",
+        (q, k_cache, v_cache, lengths, block_table, sink),
+        (window, scale, softcap, num_splits, backend),
     )
-    if q.dim() == 4:
-        return (out, lse) if return_lse else out
-    return (out.squeeze(2), lse.squeeze(2)) if return_lse else out.squeeze(2)
+    decided = _remembered.recall(kind)
+    if decided is None:
+        p = _prepare(
+            q, k_cache, v_cache, lengths, block_table=block_table, window=window, scale=scale, softcap=softcap,
+            sink=sink, num_splits=num_splits,
+        )  # fmt: skip
+        decided = _remembered.keep(kind, (*p.flags, num_splits or 0, registry.choose(p.call, backend)))
+    one = q.dim() == 3
+    out, lse = _forward(q.unsqueeze(2) if one else q, k_cache, v_cache, lengths, block_table, sink, *decided)
+    if one:
+        out, lse = out.squeeze(2), lse.squeeze(2) if return_lse else lse
+    return (out, lse) if return_lse else out
 
 
 def attention_decode_call(*args: Any, **kwargs: Any) -> registry.Call:
@@ -70,7 +77,6 @@ def attention_decode_call(*args: Any, **kwargs: Any) -> registry.Call:
 class _Prepared(NamedTuple):
     call: registry.Call
     flags: Flags
-    q: Tensor  # (B, Hq, Sq, D)
 
 
 def _prepare(
@@ -123,7 +129,7 @@ def _prepare(
         },
         _arguments.features(flags, sink=sink, paged=block_table, gradient=gradient),
     )  # fmt: skip
-    return _Prepared(call, flags, q)
+    return _Prepared(call, flags)
 
 
 def _run(

@@ -18,7 +18,7 @@ from torch import Tensor
 from headwise import layout
 from headwise.backends import registry
 from headwise.config import settings
-from headwise.ops import _checks, _device_values, _library
+from headwise.ops import _checks, _device_values, _library, _remembered
 from headwise.ops.attention import _arguments
 from headwise.ops.attention._arguments import Flags, Window
 
@@ -60,11 +60,19 @@ def attention(
 
     A query that may see nothing gives zeros, an lse of -inf and zero gradients. Differentiable in q, k, v, bias, sink.
     """
-    p = _prepare(
-        q, k, v, causal=causal, window=window, mask=mask, bias=bias, kv_lengths=kv_lengths, scale=scale,
-        softcap=softcap, sink=sink, deterministic=deterministic,
-    )  # fmt: skip
-    out, lse = _forward(q, k, v, p.mask, p.bias, kv_lengths, sink, *p.flags, registry.choose(p.call, backend))
+    kind = _remembered.kind(
+        "attention",
+        (q, k, v, mask, bias, kv_lengths, sink),
+        (causal, window, scale, softcap, deterministic, backend),
+    )
+    decided = _remembered.recall(kind)
+    if decided is None:
+        p = _prepare(
+            q, k, v, causal=causal, window=window, mask=mask, bias=bias, kv_lengths=kv_lengths, scale=scale,
+            softcap=softcap, sink=sink, deterministic=deterministic,
+        )  # fmt: skip
+        decided = _remembered.keep(kind, (*p.flags, registry.choose(p.call, backend)))
+    out, lse = _forward(q, k, v, _arguments.four_dims(mask), _arguments.four_dims(bias), kv_lengths, sink, *decided)
     return (out, lse) if return_lse else out
 
 

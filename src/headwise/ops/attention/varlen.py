@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise import layout
 from headwise.backends import registry
 from headwise.config import settings
-from headwise.ops import _checks, _device_values, _library
+from headwise.ops import _checks, _device_values, _library, _remembered
 from headwise.ops.attention import _arguments
 from headwise.ops.attention._arguments import Flags, Window
 
@@ -48,14 +48,19 @@ def attention_varlen(
 
     Rows past the last sequence give zeros. Offsets that make no sense give NaN. Differentiable in q, k, v, sink.
     """
-    p = _prepare(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=window, scale=scale,
-        softcap=softcap, sink=sink, deterministic=deterministic,
-    )  # fmt: skip
-    out, lse = _forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sink, *p.flags,
-        registry.choose(p.call, backend),
-    )  # fmt: skip
+    kind = _remembered.kind(
+        "attention_varlen",
+        (q, k, v, cu_seqlens_q, cu_seqlens_k, sink),
+        (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic, backend),
+    )
+    decided = _remembered.recall(kind)
+    if decided is None:
+        p = _prepare(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=window, scale=scale,
+            softcap=softcap, sink=sink, deterministic=deterministic,
+        )  # fmt: skip
+        decided = _remembered.keep(kind, (*p.flags, registry.choose(p.call, backend)))
+    out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sink, *decided)
     return (out, lse) if return_lse else out
 
 
