@@ -37,11 +37,13 @@ MODULES = (
     "glyphs.js",
     "colours.js",
     "elements.js",
+    "theme.js",
     "weights.js",
     "facts.js",
     "loss.js",
     "map.js",
     "strip.js",
+    "attention.js",
     "report.js",
 )
 

@@ -35,7 +35,17 @@ from headwise.web.tiers import TIERS
 
 PAGE = Path(__file__).parent / "page"
 # Parts of the demo's report that this page is made of too.
-SHARED = (*report.STYLES, "colours.js", "elements.js", "glyphs.js", "map.js", "strip.js", "weights.js")
+SHARED = (
+    *report.STYLES,
+    "attention.js",
+    "colours.js",
+    "elements.js",
+    "glyphs.js",
+    "map.js",
+    "strip.js",
+    "theme.js",
+    "weights.js",
+)
 
 
 class Site:

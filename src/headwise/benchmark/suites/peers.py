@@ -5,7 +5,9 @@ A peer that cannot run a case raises `Absent` when it is prepared, and the repor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -45,12 +47,21 @@ def fa4_peer(packed: bool = False) -> Contender:
     return Contender(FA4, _fa4_packed if packed else _fa4)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what FlashAttention-4's compiler has to say of its own arguments at every kernel."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"cutlass\b")
+        yield
+
+
 def _fa4(arguments: Arguments) -> Callable[[], Tensor]:
     from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found,unused-ignore]
 
     q, k, v = (arguments[name].transpose(1, 2) for name in QKV)
     options = {"causal": arguments["causal"], **_fa4_window(arguments)}
-    return _tried(lambda: _only_output(flash_attn_func(q, k, v, **options)).transpose(1, 2), arguments)
+    with _quiet():
+        return _tried(lambda: _only_output(flash_attn_func(q, k, v, **options)).transpose(1, 2), arguments)
 
 
 def _fa4_packed(arguments: Arguments) -> Callable[[], Tensor]:
@@ -59,7 +70,8 @@ def _fa4_packed(arguments: Arguments) -> Callable[[], Tensor]:
     q, k, v = (arguments[name] for name in QKV)
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "causal")
     options = {name: arguments[name] for name in names}
-    return _tried(lambda: _only_output(flash_attn_varlen_func(q, k, v, **options)), arguments)
+    with _quiet():
+        return _tried(lambda: _only_output(flash_attn_varlen_func(q, k, v, **options)), arguments)
 
 
 def _fa4_window(arguments: Arguments) -> dict[str, Any]:

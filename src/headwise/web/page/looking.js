@@ -1,13 +1,11 @@
 // The attention maps of a demo, computed again here, and drawn with the parts of its report.
 
+import { showAttention } from "./attention.js";
 import { compare, decode } from "./budget.js";
-import { theme } from "./colours.js";
 import { at, make, small, whole } from "./elements.js";
 import * as files from "./files.js";
-import { drawScale, headGrid, largeMap } from "./map.js";
 import { Program } from "./program.js";
-import { describePair, tokenStrip } from "./strip.js";
-import { headName, mostTelling } from "./weights.js";
+import { mostTelling } from "./weights.js";
 
 /** A layer that can be computed again and again, at any temperature. */
 class Layer {
@@ -91,49 +89,13 @@ function tell(results) {
 
 function show(sample, layers, colourTable, onTheme) {
   at("attention").hidden = false;
-  const first = mostTelling(sample);
-  // Late in the text there is most to look back at; a letter says more than a space.
-  const late = sample.tokens.findLastIndex((byte, i) => i < sample.size * 0.8 && byte > 32 && byte < 127);
-  const state = { layer: first.layer, head: first.head, token: late < 0 ? sample.size - 1 : late };
-  let colours = theme(colourTable);
-
-  const describe = (query, key) => describePair(sample, sample.layers[state.layer], state.head, query, key);
-  const chooseToken = (token) => update({ token });
-  const heads = headGrid(at("heads"), sample, (layer, head) => update({ layer, head }));
-  const map = largeMap(at("map"), sample, describe, chooseToken);
-  const strip = tokenStrip(at("strip"), sample, describe, chooseToken);
-
   at("attention-about").textContent =
     `${whole(sample.size)} bytes of text, as the demo's model saw them: its queries and keys came with this page, the weights were computed on your GPU just now.` +
     " Warm the softmax up or cool it down, and they are computed again.";
-  at("layer").append(...sample.layers.map((layer, i) => make("option", { value: i }, layer.name)));
-  at("layer").addEventListener("change", (event) => update({ layer: Number(event.target.value) }));
-  at("head").addEventListener("change", (event) => update({ head: Number(event.target.value) }));
-  at("before").addEventListener("click", () => update({ token: Math.max(0, state.token - 1) }));
-  at("after").addEventListener("click", () => update({ token: Math.min(sample.size - 1, state.token + 1) }));
-
-  function update(change) {
-    Object.assign(state, change);
-    const layer = sample.layers[state.layer];
-    state.head = Math.min(state.head, layer.heads.length - 1);
-    const name = `${layer.name}, ${headName(layer, state.head)}`;
-    at("layer").value = state.layer;
-    at("head").replaceChildren(
-      ...layer.heads.map((_, h) => make("option", { value: h, selected: h === state.head }, headName(layer, h))),
-    );
-    heads.mark(state.layer, state.head);
-    map.show(state.layer, state.head, state.token, colours);
-    strip.show(layer, state.head, state.token, colours);
-    at("map-title").textContent = name;
-    at("map-key").replaceChildren(
-      "The red row is the chosen byte; hatched is what may not be seen",
-      layer.window === null ? "." : `; the dashed line is the edge of the window of ${layer.window} bytes.`,
-    );
-    at("map").setAttribute(
-      "aria-label",
-      `Attention map of ${name}. Arrow keys move over pairs of bytes, Enter chooses the row.`,
-    );
-  }
+  const { layer, head } = mostTelling(sample);
+  // Late in the text there is most to look back at; a letter says more than a space.
+  const late = sample.tokens.findLastIndex((byte, i) => i < sample.size * 0.8 && byte > 32 && byte < 127);
+  const redraw = showAttention(sample, { layer, head, token: late < 0 ? sample.size - 1 : late }, colourTable);
 
   // The slider may move faster than the GPU computes: only where it stands by then is computed next.
   let wanted = 1;
@@ -146,8 +108,7 @@ function show(sample, layers, colourTable, onTheme) {
       const computed = await Promise.all(layers.map((layer) => layer.compute(wanted)));
       computed.forEach(({ heads: made }, i) => (sample.layers[i].heads = made));
     }
-    heads.repaint(colours);
-    update({});
+    redraw();
     document.documentElement.dataset.temperature = reached;
     busy = null;
   }
@@ -156,11 +117,5 @@ function show(sample, layers, colourTable, onTheme) {
     at("degree").textContent = wanted.toPrecision(2);
     busy ??= follow().catch(() => {}); // a lost GPU is told by the page itself
   });
-
-  onTheme(() => {
-    colours = theme(colourTable);
-    heads.repaint(colours);
-    drawScale(at("scale"), colours);
-    update({});
-  });
+  onTheme(redraw);
 }

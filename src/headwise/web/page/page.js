@@ -4,12 +4,12 @@
 // another op one case; ?maps=no leaves the maps out; ?measure measures at once, ?measure=2 two sizes of each kind.
 
 import { check, CheckTable, prepare, verdict } from "./check.js";
-import { isDark } from "./colours.js";
 import { at, make, whole } from "./elements.js";
 import * as files from "./files.js";
 import { chooseTier, open, Trouble } from "./gpu.js";
 import { look } from "./looking.js";
 import { measureAll, rate } from "./measure.js";
+import { followTheme } from "./theme.js";
 
 const AHEAD = 4; // checks
 
@@ -28,7 +28,7 @@ const results = {
 // For whoever drives the page: running, done, lost or trouble.
 const state = (now) => (document.documentElement.dataset.state = now);
 
-followTheme();
+followTheme(repaints);
 window.headwise = { results };
 main().catch(fail);
 
@@ -225,30 +225,4 @@ function fail(error) {
   );
   at("trouble").hidden = false;
   at("progress").hidden = true;
-}
-
-/** Light or dark as the system has it, until the button says otherwise; what it said is remembered. */
-function followTheme() {
-  const button = at("theme");
-  const apply = () => {
-    button.setAttribute("aria-pressed", isDark());
-    button.textContent = isDark() ? "☀ Light" : "☾ Dark";
-    for (const repaint of repaints) repaint();
-  };
-  const stored = (action) => {
-    try {
-      return action(localStorage);
-    } catch {
-      return null; // no storage here: the system's choice, until the page is closed
-    }
-  };
-  const remembered = stored((storage) => storage.getItem("headwise-theme"));
-  if (remembered === "dark" || remembered === "light") document.documentElement.dataset.theme = remembered;
-  button.addEventListener("click", () => {
-    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-    stored((storage) => storage.setItem("headwise-theme", document.documentElement.dataset.theme));
-    apply();
-  });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", apply);
-  apply();
 }
