@@ -16,7 +16,6 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from headwise.backends.triton.hopper import attention_backward, attention_backward_rows
 from headwise.backends.triton.hopper.backward_coverage import (
     BACKWARD_TILES,
-    KEYS,
     covers_backward,
     tile_of,
 )
@@ -40,10 +39,14 @@ CALLS = {
     "128, causal, packed": {"head_dim": 128, "flags": CAUSAL, "packed": True},
     "64, causal": {"head_dim": 64, "flags": CAUSAL},
     "64, window, tail, float16": {"head_dim": 64, "flags": WINDOW, "keys": 4000, "dtype": "fp16"},
+    "256, full": {"head_dim": 256, "flags": FULL},
+    "256, causal, any order": {"head_dim": 256, "flags": CAUSAL._replace(deterministic=False)},
+    "192, causal, packed, grouped": {"head_dim": 192, "flags": CAUSAL, "group": 2, "packed": True},
+    "256, window, cap": {"head_dim": 256, "flags": WINDOW._replace(softcap=30.0)},
     "64, window, cap": {"head_dim": 64, "flags": WINDOW._replace(softcap=30.0)},
 }
-# A few numbers of a tile, once per tile or once per step of 2 µs.
-ALLOWED_STACK = 48
+# A few numbers, once per tile or once per step of 2 µs.
+ALLOWED_STACK = 64
 
 
 def plan(head_dim, flags, group=1, packed=False, keys=4096, dtype="bf16"):
@@ -52,7 +55,7 @@ def plan(head_dim, flags, group=1, packed=False, keys=4096, dtype="bf16"):
     q, k = (1, heads, 4096, head_dim), (1, heads // group, keys, head_dim)
     strides = (heads * 4096 * head_dim, head_dim, heads * head_dim, 1)
     return attention_backward._plan(
-        tile, width, -(-keys // KEYS), -(-4096 // tile.rows), packed, q, k, head_dim, *(strides,) * 6, flags.left,
+        tile, width, -(-keys // tile.keys), -(-4096 // tile.rows), packed, q, k, head_dim, *(strides,) * 6, flags.left,
         flags.right, flags, 132,
     )  # fmt: skip
 
@@ -101,8 +104,17 @@ def test_backward_compiles_and_keeps_to_the_registers(name, tmp_path):
 
 
 ROWS = {
-    "prepare": {"HAS_RIGHT": True, "D": 128, "BLOCK_D": 128, "ROWS": 64, "SUMS": 4096, "ALIGN": 8, "SEARCH": 128},
-    "finish": {"HAS_RIGHT": True, "D": 128, "ROWS": 64, "COLUMNS": 64, "ALIGN": 8, "SEARCH": 128},
+    "prepare": {
+        "HAS_RIGHT": True,
+        "D": 192,
+        "WIDTH": 192,
+        "BLOCK_D": 256,
+        "ROWS": 64,
+        "SUMS": 4096,
+        "ALIGN": 8,
+        "SEARCH": 128,
+    },
+    "finish": {"HAS_RIGHT": True, "D": 192, "ROWS": 64, "COLUMNS": 64, "PIECES": 3, "ALIGN": 8, "SEARCH": 128},
     "place_tiles": {"HAS_LEFT": True, "HAS_RIGHT": True, "ROWS": 64, "KEYS": 128, "SEARCH": 128},
 }
 FLOATS = ("grad_lse", "lse", "sink", "stats", "sums", "sink_parts")
@@ -147,7 +159,9 @@ def test_what_the_backward_takes_and_why_it_takes_no_more():
     assert "mask" in covered(masked=True)
     assert "kv_lengths" in covered(lengths=True)
     assert "head dims" in covered((1, 8, 4096, 111))
-    assert "head dims" in covered((1, 8, 4096, 256))
+    assert "head dims" in covered((1, 8, 4096, 264))
+    assert covered((1, 8, 4096, 192)) is None
+    assert "tiles" in covered((1, 1, 4096, 256))
     assert "nothing" in covered((0, 16, 4096, 64))
     assert "strides of k" in covered(strides=((128,) * 4, (127,) * 4, (128,) * 4))
     assert "tiles" in covered((1, 1, 128, 64))
@@ -158,5 +172,16 @@ def test_what_the_backward_takes_and_why_it_takes_no_more():
 
 
 def test_every_width_has_a_tile():
-    assert [tile_of(d, False)[0] for d in (8, 64, 72, 96, 128)] == [64, 64, 128, 128, 128]
+    assert [tile_of(d, False)[0] for d in (8, 64, 72, 128, 136, 256)] == [64, 64, 128, 128, 192, 256]
     assert all(tile_of(width, True)[1].rows == 64 for width in BACKWARD_TILES)
+
+
+def test_heads_go_side_by_side_in_groups_of_one_size():
+    together = attention_backward._heads_together
+    # As many as fill the GPU; more where tiles of one head would wait for each other; never a small group at the end.
+    assert together(False, -1, 0, 64, 128, 32, 132) == 2
+    assert together(True, -1, 0, 64, 128, 32, 132) == 8
+    assert together(True, -1, -1, 128, 128, 32, 132) == 2
+    assert together(True, 1023, 0, 64, 128, 32, 132) == 2
+    assert together(False, -1, 0, 32, 64, 9, 132) == 5
+    assert together(True, -1, 0, 1, 1, 3, 132) == 3

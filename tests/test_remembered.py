@@ -33,7 +33,14 @@ def test_the_same_kind_of_call_is_checked_once(checked):
 
 @pytest.mark.parametrize(
     "flags",
-    [{"causal": True}, {"window": (1, 0)}, {"scale": 0.5}, {"softcap": 3.0}, {"backend": "cpu"}, {"deterministic": True}],
+    [
+        {"causal": True},
+        {"window": (1, 0)},
+        {"scale": 0.5},
+        {"softcap": 3.0},
+        {"backend": "cpu"},
+        {"deterministic": True},
+    ],
     ids=lambda flags: next(iter(flags)),
 )
 def test_other_flags_are_another_kind(checked, flags):
@@ -45,18 +52,85 @@ def test_other_flags_are_another_kind(checked, flags):
         assert not torch.equal(plain, other)
 
 
-def test_what_is_wrong_is_found_after_what_is_right(checked):
+# Each differs from the call (q, k, v, causal=True) in one fact about one tensor.
+OTHERS = {
+    "shape of q, same strides": lambda q, k, v: (q[:, :, 1:], k, v),
+    "shape of k and v": lambda q, k, v: (q, k[:, :, 1:], v[:, :, 1:]),
+    "heads": lambda q, k, v: (q, k[:, :1], v[:, :1]),
+    "strides of k": lambda q, k, v: (q, k.transpose(1, 2).contiguous().transpose(1, 2), v),
+    "dtype": lambda q, k, v: (q.double(), k.double(), v.double()),
+    "device": lambda q, k, v: (q.to("meta"), k.to("meta"), v.to("meta")),
+    "type": lambda q, k, v: (torch.nn.Parameter(q, requires_grad=False), k, v),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_fact_is_another_kind(checked, name):
     q, k, v = qkv()
     hw.attention(q, k, v, causal=True)
-    with pytest.raises(TypeError, match="causal is 1"):
-        hw.attention(q, k, v, causal=1)
-    with pytest.raises(TypeError, match="v has dtype float16"):
-        hw.attention(q, k, v.half(), causal=True)
-    with pytest.raises(ValueError, match="stride 2 in its last dim"):
-        hw.attention(q, k, torch.randn(1, 2, 5, 16)[..., ::2], causal=True)
-    for _ in range(2):  # nor is what raised remembered as right
-        with pytest.raises(ValueError, match="they need to be equal"):
-            hw.attention(q, k[..., :4], v)
+    try:
+        hw.attention(*OTHERS[name](q, k, v), causal=True)
+    except registry.Unsupported:
+        assert name == "device"
+    assert len(checked) == 2
+
+
+def test_what_is_wrong_is_found_after_what_is_right(checked):
+    q, k, v = qkv()
+    hw.attention(q, k, v, causal=True, window=(2, 0))
+    for wrong, error, message in (
+        ((q, k, v, 1, (2, 0)), TypeError, "causal is 1"),
+        ((q, k, v, True, (2.0, 0)), TypeError, "left=2.0"),
+        ((q, k, v, True, (True, 0)), TypeError, "left=True"),
+        ((q, k, v.half(), True, (2, 0)), TypeError, "v has dtype float16"),
+        ((q, k, torch.randn(1, 2, 5, 16)[..., ::2], True, (2, 0)), ValueError, "stride 2 in its last dim"),
+        ((q, k[..., :4], v, True, (2, 0)), ValueError, "they need to be equal"),
+        ((q, k, v[:, :, :4], True, (2, 0)), ValueError, "v has shape"),
+    ):
+        for _ in range(2):  # nor is what raised remembered as right
+            with pytest.raises(error, match=message):
+                hw.attention(*wrong[:3], causal=wrong[3], window=wrong[4])
+
+
+def test_other_ops_look_at_the_shapes_of_all_their_tensors(checked):
+    q, cache, lengths = torch.randn(2, 4, 8), torch.randn(2, 2, 9, 8), torch.tensor([9, 3])
+    hw.attention_decode(q, cache, cache, lengths)
+    with pytest.raises(ValueError, match="lengths has shape"):
+        hw.attention_decode(q, cache, cache, lengths[:1])
+    with pytest.raises(ValueError, match="v_cache has shape"):
+        hw.attention_decode(q, cache, cache[:, :, :8], lengths)
+    x, cu = torch.randn(6, 2, 8), torch.tensor([0, 6])
+    hw.attention_varlen(x, x, x, cu, cu, 6, 6)
+    with pytest.raises(ValueError, match="v has shape"):
+        hw.attention_varlen(x, x, x[:5], cu, cu, 6, 6)
+    with pytest.raises(TypeError, match="max_seqlen_q is True"):
+        hw.attention_varlen(x, x, x, cu, cu, True, 6)
+    hw.rms_norm(x, torch.ones(8))
+    with pytest.raises(ValueError, match="weight has shape"):
+        hw.rms_norm(x, torch.ones(7))
+
+
+def test_the_deterministic_switch_is_part_of_the_kind():
+    inputs = tuple(qkv())
+
+    def of():
+        return _remembered.kind("attention", inputs, (True,))
+
+    before, is_on = of(), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(not is_on)
+    try:
+        assert of() != before
+    finally:
+        torch.use_deterministic_algorithms(is_on)
+    assert of() == before
+
+
+@pytest.mark.filterwarnings("ignore")  # it is deprecated, and says so, and more
+def test_traces_are_not_remembered(checked):
+    torch.jit.trace(lambda q, k, v: hw.attention(q, k, v), tuple(qkv()), check_trace=False)
+    assert not _remembered._known
+    torch.compile(lambda q, k, v: hw.attention(q, k, v), backend="eager", fullgraph=True)(*qkv())
+    assert not _remembered._known
 
 
 def test_what_cannot_be_a_key_is_checked_every_time(checked):
@@ -82,10 +156,11 @@ def test_a_process_of_ever_new_sizes_keeps_few(checked, monkeypatch):
     monkeypatch.setattr(_remembered, "_LIMIT", 4)
     for length in range(1, 12):
         hw.attention(*qkv(length))
-    assert len(_remembered._known) <= 4
+    assert len(checked) == 11
+    assert 0 < len(_remembered._known) <= 4
 
 
-def test_masks_keep_their_own_shapes(checked):
+def test_masks_of_any_rank_are_taken_as_they_are(checked):
     q, k, v = qkv()
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
     expected = hw.attention(q, k, v, causal=True)

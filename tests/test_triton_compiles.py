@@ -237,14 +237,17 @@ def test_what_attention_launches_compiles_and_fits(name, dtype, target, monkeypa
         monkeypatch.setattr(module, "architecture", lambda device: target)
         if target == "gfx942":
             monkeypatch.setattr(module, "dot_precision", lambda dtype, widest=0: "ieee")
+    if target == "gfx942":
+        monkeypatch.setattr(decode, "_merges_itself", lambda q, plans: False)
     call(lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device="meta"))
     assert launches
     for launch in launches:
         compiled = _compile(launch, TARGETS[target][0])
         assert compiled.metadata.shared <= TARGETS[target][1]
         if target == "sm_90" and in_registers:
-            # The assembler may put a few words aside to fit a second program on a multiprocessor.
-            assert _stack(compiled, tmp_path) <= (8 if dtype == torch.bfloat16 else 16)
+            # Of float32 the assembler may put a few words aside to fit a second program on a multiprocessor.
+            few = 8 if name == "decode, pages of 64, all flags" else 0
+            assert _stack(compiled, tmp_path) <= (few if dtype == torch.bfloat16 else 16)
 
 
 def _compile(launch, gpu):

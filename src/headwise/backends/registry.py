@@ -75,7 +75,7 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 
 def asked() -> tuple[Any, ...]:
-    """What `choose` depends on beside the call and the backend it names: two equal answers give equal choices."""
+    """What a choice depends on that a program may change while it runs, beside the call and the backend that it names."""
     return (
         getattr(_forced, "name", _NOT_SET), settings.backend, settings.tiles, settings.webgpu_adapter,
         settings.webgpu_tier, settings.webgpu_binding_bytes, _times_asked,

@@ -23,7 +23,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 )
 
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 Save = Callable[[Any, tuple[Any, ...], Any], None]
 Backward = Callable[..., tuple[Any, ...]]
@@ -91,7 +91,7 @@ def _shortcut(
                 # Other types may do things of their own; a negative view and a tensor of zeros without memory are not what
                 # their memory holds.
                 kind = type(x)
-                if (kind not in _PLAIN and not hasattr(kind, "headwise_device")) or x.is_neg() or x._is_zerotensor():
+                if (kind not in PLAIN and not hasattr(kind, "headwise_device")) or x.is_neg() or x._is_zerotensor():
                     return op(*args)
                 gradient = gradient or x.requires_grad
         if gradient and torch.is_grad_enabled():

@@ -11,12 +11,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from headwise.backends import registry
+from headwise.ops._library import PLAIN
 
 _LIMIT = 4096  # a process that meets ever new sizes must not keep them all
-_PLAIN = (Tensor, torch.nn.Parameter)
 Kind = tuple[Any, ...]
 
 # Threads share it without a lock: an entry is written in one step and depends on its key alone.
@@ -25,7 +24,7 @@ _known: dict[Kind, Any] = {}
 
 def kind(op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Kind | None:
     """All that checks and choice may depend on; None where it cannot be said (while tracing, or wrong arguments)."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return None
     facts: list[Any] = [op, registry.asked(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()]
     for x in tensors:
@@ -33,11 +32,12 @@ def kind(op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Kind | N
             facts.append(None)
             continue
         of = type(x)
-        if of not in _PLAIN and not hasattr(of, "headwise_device"):
+        if (of not in PLAIN and not hasattr(of, "headwise_device")) or x.layout is not torch.strided:
             return None
         facts += (of, x.dtype, x.shape, x.stride(), x.device, x.requires_grad)
-    facts += others
-    facts += map(type, others)  # True == 1 == 1.0
+    for value in others:
+        # Types too, those of a window's sides included: True == 1 == 1.0.
+        facts += (value, tuple(map(type, value)) if type(value) is tuple else type(value))
     return tuple(facts)
 
 

@@ -1,4 +1,4 @@
-"""Decoding in Triton: the keys are split over the machine, and who finishes last merges the parts, in a fixed order.
+"""Decoding in Triton: the keys are split over the machine, and the parts are merged in a fixed order.
 
 A program serves all query heads of a key head (and all new tokens) with one read of its share of the cache: they are the
 rows of one tile. Shares are cut from each sequence's own keys, so a short sequence in a large cache still fills the
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 # The batch has no say: a sequence gives the same bits in any batch.
 PROGRAMS_PER_MULTIPROCESSOR = 1
 SMALLEST_SHARE = 256
+# The program that finishes last merges the parts of its rows, where they are no more numbers than this. Else, and wherever a
+# launch costs nothing or counting is of no use (see `_merges_itself`), a second kernel does, in the same order and bits.
+MOST_MERGED = 16384
+# In a CUDA graph a second kernel costs less than a counter that the graph has to clear, up to so many key heads of a batch.
+FEW_TILES = 512
 
 # Shared memory that the tiles of one program may take, in KB: two programs or more fit on a multiprocessor.
 _SHARED_MEMORY = {"sm_80": 80, "sm_86": 48, "sm_90": 100, "sm_100": 100, "gfx942": 32}
@@ -78,7 +83,6 @@ def _merged(
     highest = tl.full([first_part.shape[0]], -float("inf"), tl.float32)
     total = tl.zeros([first_part.shape[0]], tl.float32)
     for first in range(0, splits, AT_ONCE):
-        # The loads of several parts are under way together: one after the other would cost memory's latency each.
         all_splits = first + tl.arange(0, AT_ONCE)
         there = rows_inside[:, None] & (all_splits < splits)[None, :]
         lses = tl.load(part_lses + first_part[:, None] + all_splits[None, :], mask=there, other=-float("inf"))
@@ -88,6 +92,7 @@ def _merged(
         acc *= shrink[:, None]
         total *= shrink
         highest = higher
+        # Unrolled, so that the loads of several parts are under way together.
         for i in tl.static_range(AT_ONCE):
             split = first + i
             lse = tl.load(part_lses + first_part + split, mask=rows_inside & (split < splits), other=-float("inf"))
@@ -128,10 +133,11 @@ def _decode(
     STAGES: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
     MERGED_ROWS: tl.constexpr, MERGED_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One share of one sequence's keys, for one key head. Who finishes last of a sequence merges its parts.
+    """One share of one sequence's keys, for one key head and a block of its rows.
 
     WHOLE: there is one share. Else its part goes to ``parts``: float32 ``[row, split, Dv]``, then the lses ``[row, split]``.
-    ``arrived`` counts programs that are done, and is zero again after. PAGE: the page size, 0 for a contiguous cache.
+    ``arrived``, if it is there, counts the programs of these rows that are done, and is zero again after: the last one
+    merges. PAGE: the page size, 0 for a contiguous cache.
     """
     program = tl.program_id(0)
     row_block = program % row_blocks
@@ -236,8 +242,9 @@ def _decode(
             tl.store(part_lses + part, row_lse, mask=rows_inside)
             tl.store(parts + (part * DV)[:, None] + dv[None, :], values, mask=rows_inside[:, None] & (dv < DV)[None, :])
 
-    if not WHOLE:
-        tl.debug_barrier()  # the count of one thread speaks for the stores of all
+    if arrived is not None:
+        # The count of one thread speaks for the stores of all that came to the barrier: so it is on NVIDIA GPUs.
+        tl.debug_barrier()
         count = arrived + (batch * key_heads + key_head) * row_blocks + row_block
         if tl.atomic_add(count, 1, sem="acq_rel") == splits - 1:
             tl.store(count, 0)
@@ -250,6 +257,21 @@ def _decode(
             )  # fmt: skip
             last_at = out + batch * o_b + last_head.to(tl.int64) * o_h + last_token * o_s
             _finish(merged, merged_lse, sink, out, lse, last_at, last_result, last_head, last_inside, DV, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=["rows", "q_length", "heads", "splits", "o_b", "o_h", "o_s"])
+def _merge(
+    parts, sink, out, lse, rows, q_length, heads, splits, o_b, o_h, o_s,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, MERGED_PARTS: tl.constexpr,
+):  # fmt: skip
+    """out and lse of one row, from the parts that `_decode` left."""
+    result = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    token, head = result % q_length, result // q_length % heads
+    part_lses = parts + tl.full((), 0, tl.int64) + rows.to(tl.int64) * splits * DV
+    inside = result < rows
+    values, row_lse = _merged(parts, part_lses, result * splits, splits, inside, DV, BLOCK_DV, MERGED_PARTS)
+    o_at = out + result // q_length // heads * o_b + head * o_h + token * o_s
+    _finish(values, row_lse, sink, out, lse, o_at, result, head, inside, DV, BLOCK_DV)
 
 
 def attention_decode(
@@ -278,32 +300,45 @@ def decode_with(
         return out, lse
     if block_table is not None and block_table.stride(1) != 1:
         block_table = block_table.contiguous()
-    plan = _plan(
+    plans = _plans(
         tile, num_splits, q.shape, k_cache.shape, v_cache.shape[3], q.stride(), k_cache.stride(), v_cache.stride(),
         out.stride(), None if block_table is None else (*block_table.shape, block_table.stride(0)), q.element_size(),
         flags, dot_precision(q.dtype), logit_unit(q.dtype),
     )  # fmt: skip
     parts = arrived = None
-    if plan.parts:
-        parts = q.new_empty(plan.parts, dtype=torch.float32)
-        arrived = zeros(q, plan.counters)
-    plan.launch.launch(q, k_cache, v_cache, lengths.contiguous(), block_table, in_order(sink), out, lse, parts, arrived)
+    if plans.parts:
+        parts = q.new_empty(plans.parts, dtype=torch.float32)
+        if _merges_itself(q, plans):
+            arrived = zeros(q, plans.tiles)
+    sink = in_order(sink)
+    plans.decode.launch(q, k_cache, v_cache, lengths.contiguous(), block_table, sink, out, lse, parts, arrived)
+    if parts is not None and arrived is None:
+        plans.merge.launch(parts, sink, out, lse)
     return out, lse
 
 
-class _Planned(NamedTuple):
-    launch: Plan
+def _merges_itself(q: Tensor, plans: _Plans) -> bool:
+    """Does the program that finishes last merge? Not on AMD GPUs: its barrier does not wait for stores of other waves."""
+    if not plans.small or torch.version.hip is not None:
+        return False
+    return plans.tiles >= FEW_TILES or not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+class _Plans(NamedTuple):
+    decode: Plan
+    merge: Plan
     parts: int  # numbers of all shares: values and lses; 0 where one share has all keys
-    counters: int  # of programs that are done
+    tiles: int  # blocks of rows, each with a count of programs that are done
+    small: bool  # so few parts that one program may merge them
 
 
 # A model decodes with the same shapes again and again: working a launch out costs as much as the launch.
 @functools.lru_cache(maxsize=4096)
-def _plan(
+def _plans(
     tile: Tile, num_splits: int, q_shape: tuple[int, ...], k_shape: tuple[int, ...], dv: int,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, out_strides: Strides, table: tuple[int, int, int] | None,
     element: int, flags: Flags, precision: str, unit: float,
-) -> _Planned:  # fmt: skip
+) -> _Plans:  # fmt: skip
     """``table``: sequences, pages of each, and the stride between them."""
     batch, heads, q_length, head_dim = q_shape
     key_heads, block_d = k_shape[1], block_of(head_dim)
@@ -317,7 +352,8 @@ def _plan(
     page_size = 0 if table is None else max(1, k_shape[2])
     rows = batch * heads * q_length
     tiles = row_blocks * key_heads * batch
-    launch = Plan(
+    merged_rows, merged_parts = merge_tile(heads // key_heads * q_length, tile.queries, block_of(dv), tile.warps)
+    decode = Plan(
         _decode,
         (tiles * splits, 1, 1),
         (
@@ -329,13 +365,22 @@ def _plan(
             splits == 1, left >= 0, flags.softcap > 0, page_size, head_dim, dv, block_d, block_of(dv),
             tile.queries, tile.keys, tile.stages, piece_of(block_d, element),
             common_alignment(element, q_strides, k_strides, v_strides), precision, unit,
-            *merge_tile(heads // key_heads * q_length, tile.queries, block_of(dv), tile.warps),
+            merged_rows, merged_parts,
         ),
         tile.warps,
         tile.stages,
         tile.registers,
     )  # fmt: skip
-    return _Planned(launch, 0 if splits == 1 else rows * splits * (dv + 1), tiles)
+    merge = Plan(
+        _merge,
+        (rows, 1, 1),
+        (rows, q_length, heads, splits, *out_strides[:3]),
+        (dv, block_of(dv), merged_parts),
+        4,
+        1,
+    )
+    small = merged_rows * splits * dv <= MOST_MERGED
+    return _Plans(decode, merge, 0 if splits == 1 else rows * splits * (dv + 1), tiles, small)
 
 
 def merge_tile(rows: int, queries: int, block_dv: int, warps: int) -> tuple[int, int]:

@@ -3,7 +3,8 @@
     prepare: delta = rowsum(dO · O) - dlse        kernel: dK, dV, and sums of dQ in float32        finish: dQ = scale · sums
 
 The sums of dQ are added by all tiles of keys. With ``deterministic`` they take turns, in the order of the keys;
-otherwise whoever comes first adds first. Of a packed batch, tiles are found on the device.
+otherwise whoever comes first adds first. Of a packed batch, tiles are found on the device. There are two kernels: one for
+heads up to 128, one for wider ones.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 from headwise.backends.triton.blocks import Strides, common_alignment
 from headwise.backends.triton.hopper.attention_backward_kernel import backward_kernel
 from headwise.backends.triton.hopper.attention_backward_rows import finish, place_tiles, prepare
-from headwise.backends.triton.hopper.backward_coverage import KEYS, BackwardTile, covers_backward, tile_of
+from headwise.backends.triton.hopper.attention_backward_wide_kernel import wide_backward_kernel
+from headwise.backends.triton.hopper.backward_coverage import BackwardTile, covers_backward, tile_of
 from headwise.backends.triton.hopper.descriptors import Box, DescribedPlan
 from headwise.backends.triton.hopper.gluon_names import TensorDescriptor, gl
 from headwise.backends.triton.launch import launch
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from headwise.ops.attention._arguments import Flags
 
 _LOG2E = 1.4426950408889634
-_CACHED = 24 * 2**20  # bytes of q and grad_out that heads worked on at the same time may have in the L2 cache
 _ZEROS = 4096  # that a program of `prepare` writes at once
 
 
@@ -97,19 +98,21 @@ def attention_backward(
     batch, heads, rows, dim = q.shape
     keys = k.shape[2]
     width, tile = tile_of(max(dim, v.shape[3]), flags.softcap > 0)
-    if (keys if packed is None else packed.longest_k) < tile.unordered_from:
+    unordered_from = tile.unordered_from if left < 0 and right < 0 else tile.banded_unordered_from
+    if (keys if packed is None else packed.longest_k) < unordered_from:
         flags = flags._replace(deterministic=True)  # nothing would be gained
     sequences = 0 if packed is None else packed.cu_q.shape[0] - 1
-    row_blocks, tiles = -(-rows // tile.rows), -(-keys // KEYS)
+    row_blocks, tiles = -(-rows // tile.rows), -(-keys // tile.keys)
     if packed is not None:  # each sequence, and what is past the last, may end in a short one
         row_blocks, tiles = row_blocks + sequences + 1, tiles + sequences + 1
     all_blocks = batch * row_blocks
     stats = q.new_empty((heads * all_blocks * 2, tile.rows), dtype=torch.float32)
     sums = q.new_empty(heads * all_blocks * tile.rows * width, dtype=torch.float32)
-    turns = ticket = sink_parts = records = cu_q = cu_k = None
+    turns = sink_parts = records = cu_q = cu_k = None
+    counters = q.new_empty(4 + heads * all_blocks if flags.deterministic else 4, dtype=torch.int32)
+    ticket = counters[:4]
     if flags.deterministic:
-        turns = q.new_empty(heads * all_blocks + 1, dtype=torch.int32)
-        ticket = turns[-1:]
+        turns = counters[4:]
     if need_sink_grad and sink is not None:
         sink_parts = q.new_empty((batch, heads, row_blocks), dtype=torch.float32)
     longest, search = (0, 0), 128 if sequences <= 128 else 1024
@@ -121,7 +124,7 @@ def attention_backward(
             (tiles, 1, 1),
             (cu_q, cu_k, records),
             (sequences, rows, keys, *longest, left, right),
-            (left >= 0, right >= 0, tile.rows, KEYS, search),
+            (left >= 0, right >= 0, tile.rows, tile.keys, search),
         )
     align = common_alignment(q.element_size(), out.stride(), grad_out.stride(), dq.stride())
     launch(
@@ -130,23 +133,29 @@ def attention_backward(
         (grad_out, grad_lse, out, lse, sink, cu_q, cu_k, stats, sums, turns, ticket, sink_parts),
         (rows, keys, heads, row_blocks, all_blocks, lse_rows, empty_rows, sequences, *longest, right, *out.stride()[:3],
          *grad_out.stride()[:3]),
-        (right >= 0, v.shape[3], width, tile.rows, _ZEROS, align, search),
+        (right >= 0, v.shape[3], width, _power_of_two(width), tile.rows, _ZEROS, align, search),
     )  # fmt: skip
     plan = _plan(
         tile, width, tiles, row_blocks, packed is not None, q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride(),
         grad_out.stride(), dk.stride(), dv.stride(), left, right, flags, _processors(q.device),
     )  # fmt: skip
     plan.launch((q, k, v, grad_out, stats, dk, dv), (sums, turns, ticket, records))
+    columns = 32 if width * tile.rows == 64 * 64 else 64  # of a piece of dQ as the kernel adds it
+    pieces = tile.rows * width // (64 * columns)
     launch(
         finish,
-        (2 * row_blocks * heads * batch, 1, 1),
+        (pieces * row_blocks * heads * batch, 1, 1),
         (sums, turns, cu_q, cu_k, dq),
         (rows, keys, heads, row_blocks, all_blocks, sequences, *longest, right, *dq.stride()[:3], flags.scale),
-        (right >= 0, dim, tile.rows, width * tile.rows // 128, align, search),
+        (right >= 0, dim, tile.rows, columns, pieces, align, search),
     )
     if sink_parts is None or sink is None:
         return q.new_empty(0)
     return sink_parts.sum((0, 2)).to(sink.dtype)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
 
 
 @functools.cache
@@ -162,35 +171,39 @@ def _plan(
     processors: int,
 ) -> DescribedPlan:  # fmt: skip
     """The launch of the kernel. All the strides and dims are here because a plan keeps descriptors by address alone."""
-    batch, heads, rows, dim = q_shape
+    batch, heads, rows, _ = q_shape
     key_heads, keys = k_shape[1:3]
     cap = flags.softcap
     score_scale = 2 * _LOG2E * flags.scale / cap if cap else _LOG2E * flags.scale
     make = _PackedBox if packed else Box
-    of_rows, of_keys = make(tile.rows, width), make(KEYS, width)
+    of_rows, of_keys = make(tile.rows, _power_of_two(width)), make(tile.keys, _power_of_two(width))
     boxes = (of_rows, of_keys, of_keys, of_rows, _StatsBox(tile.rows), of_keys, of_keys)
-    group_bytes = 4 * rows * dim * (heads // key_heads)
-    together = _heads_together(right >= 0 and left < 0, tiles, group_bytes, batch * key_heads, processors)
+    together = _heads_together(flags.deterministic, left, right, tiles, row_blocks, batch * key_heads, processors)
     return DescribedPlan(
-        backward_kernel,
-        (tiles * batch * key_heads, 1, 1),
+        backward_kernel if width <= 128 else wide_backward_kernel,
+        (min(tiles * batch * key_heads, processors), 1, 1),
         tuple(enumerate(boxes)),
         (tiles, batch * key_heads, together, rows, keys, row_blocks, batch * row_blocks, left, right, key_heads,
          heads // key_heads, flags.scale, score_scale, cap * _LOG2E),
-        (cap > 0, left >= 0, right >= 0, packed or keys % KEYS != 0, packed, heads > key_heads, flags.deterministic,
-         tile.rows, KEYS, width, tile.stages),
+        (cap > 0, left >= 0, right >= 0, packed or keys % tile.keys != 0, packed, heads > key_heads, flags.deterministic,
+         tile.rows, tile.keys, width, tile.stages, tile.kv_stages),
     )  # fmt: skip
 
 
-def _heads_together(causal: bool, tiles: int, group_bytes: int, batch_heads: int, processors: int) -> int:
+def _heads_together(
+    turns: bool, left: int, right: int, tiles: int, row_blocks: int, batch_heads: int, processors: int
+) -> int:
     """How many key heads go side by side: all their first tiles, then all their second ones, and so on.
 
-    Under a causal mask the first tiles have most to do, and go first. Without one, as many heads as fit on the GPU: tiles of
-    one head take turns, so those that start at the same time should be of different heads.
+    As many as fill the GPU: what they share stays in the cache. Where tiles take turns, more, so that fewer of one head are
+    there at the same time. Without a mask each block of queries is then visited in every second step only, which is what a
+    turn takes; under a causal mask all tiles begin at the last block, and those of one head one after the other. A window
+    spreads them by itself. Groups of heads are about the same size: a small one would leave processors idle at its end.
     """
-    if causal:
-        return max(1, min(batch_heads, _CACHED // max(1, group_bytes)))
-    return max(1, min(batch_heads, round(processors / tiles)))
+    most = max(1, round(processors / tiles))
+    if turns and left < 0:
+        most = 4 * most if right >= 0 else max(most, round(2 * processors / row_blocks))
+    return -(-batch_heads // max(1, round(batch_heads / most)))
 
 
 class _StatsBox(NamedTuple):

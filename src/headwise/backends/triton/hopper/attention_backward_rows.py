@@ -45,8 +45,8 @@ def prepare(
     grad_out, grad_lse, out, lse, sink, cu_q, cu_k, stats, sums, turns, ticket, sink_parts,
     rows, keys, heads, row_blocks, all_blocks, lse_rows, lse_first, sequences, longest_q, longest_k, right,
     o_b, o_h, o_s, g_b, g_h, g_s,
-    HAS_RIGHT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
-    ALIGN: tl.constexpr, SEARCH: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    SUMS: tl.constexpr, ALIGN: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of a head: (lse · log2 e, delta) for the kernel; its turn set to 0, or its sums of dQ to zeros.
 
@@ -79,14 +79,14 @@ def prepare(
     padded = head.to(tl.int64) * all_blocks + place
     tl.store(stats + padded * (2 * ROWS) + lane, own_lse)
     tl.store(stats + padded * (2 * ROWS) + ROWS + lane, delta)
+    if program == 0:
+        tl.store(ticket, 0)
     if turns is not None:
         tl.store(turns + padded, 0)
-        if program == 0:
-            tl.store(ticket, 0)
     else:
         i = tl.arange(0, SUMS)
-        for part in tl.static_range(0, ROWS * BLOCK_D, SUMS):
-            tl.store(sums + padded * (ROWS * BLOCK_D) + part + i, tl.zeros([SUMS], tl.float32))
+        for part in tl.static_range(0, ROWS * WIDTH, SUMS):
+            tl.store(sums + padded * (ROWS * WIDTH) + part + i, tl.zeros([SUMS], tl.float32))
     if sink_parts is not None:
         share = tl.exp2(tl.load(sink + head).to(tl.float32) * LOG2E - own_lse)
         of_sink = -tl.sum(tl.where(alive, share * delta, 0.0), 0)
@@ -101,21 +101,21 @@ def prepare(
 def finish(
     sums, turns, cu_q, cu_k, dq,
     rows, keys, heads, row_blocks, all_blocks, sequences, longest_q, longest_k, right, dq_b, dq_h, dq_s, scale,
-    HAS_RIGHT: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr,
-    SEARCH: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
+    ALIGN: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Half a block of dQ: ``[64, COLUMNS]`` sums, in the order of a warpgroup's registers, as rows in dq's dtype."""
+    """A piece of a block of dQ: ``[64, COLUMNS]`` sums, in the order of a warpgroup's registers, as rows in dq's dtype."""
     program = tl.program_id(0)
-    half = program % 2
-    head = (program // 2 // row_blocks) % heads
-    batch = (program // 2 // row_blocks // heads).to(tl.int64)
+    piece = program % PIECES
+    head = (program // PIECES // row_blocks) % heads
+    batch = (program // PIECES // row_blocks // heads).to(tl.int64)
     start, rows, block, place, bad = _rows_of(
-        (program // 2) % row_blocks, batch, cu_q, cu_k, rows, keys, row_blocks, sequences, longest_q, longest_k, right,
-        HAS_RIGHT, ROWS, SEARCH,
+        (program // PIECES) % row_blocks, batch, cu_q, cu_k, rows, keys, row_blocks, sequences, longest_q, longest_k,
+        right, HAS_RIGHT, ROWS, SEARCH,
     )  # fmt: skip
     if block * ROWS < rows:
         padded = head.to(tl.int64) * all_blocks + place
-        flat = tl.load(sums + (padded * 2 + half) * (64 * COLUMNS) + tl.arange(0, 64 * COLUMNS))
+        flat = tl.load(sums + (padded * PIECES + piece) * (64 * COLUMNS) + tl.arange(0, 64 * COLUMNS))
         if turns is not None:
             flat = tl.where(tl.load(turns + padded) > 0, flat, 0.0)  # nobody has stored there
         if cu_q is not None:
@@ -125,9 +125,9 @@ def finish(
         lane, d = tl.arange(0, 64), tl.arange(0, COLUMNS)
         row = block * ROWS + lane
         if ROWS == 128:
-            row += half * 64
+            row += piece * 64
         else:
-            d += half * COLUMNS
+            d += piece * COLUMNS
         base = dq + tl.multiple_of(batch * dq_b + head * dq_h.to(tl.int64), ALIGN)
         at = base + (start + row)[:, None] * dq_s + d[None, :]
         tl.store(at, tile.to(dq.dtype.element_ty), mask=(row < rows)[:, None] & (d < D)[None, :])

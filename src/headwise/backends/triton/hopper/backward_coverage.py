@@ -8,26 +8,28 @@ from typing import NamedTuple
 import torch
 
 DTYPES = (torch.bfloat16, torch.float16)
-KEYS = 128  # per tile
-_LEAST_CAP, _WIDEST_CAP = (
-    0.01,
-    256,
-)  # below, the slope of tanh drowns in rounding; above, c · tanh(s / c) is off by c · 6e-8
+# Below the first, the slope of tanh drowns in rounding; above the second, c · tanh(s / c) is off by c · 6e-8.
+_LEAST_CAP, _WIDEST_CAP = 0.01, 256
 
 
 class BackwardTile(NamedTuple):
     """How the kernel cuts its work for heads up to a width, and when it is worth it."""
 
+    keys: int  # per tile
     rows: int  # of queries per step
     stages: int  # steps that are loaded ahead
-    least_tiles: int  # of 128 keys, over all heads of a call: smaller calls were not measured to gain
+    kv_stages: int  # tiles whose keys and values shared memory holds
+    least_tiles: int  # over all heads of a call: smaller calls were not measured to gain
     unordered_from: int  # keys, from which on sums of dQ in any order (where that is allowed) are faster than turns
+    banded_unordered_from: int  # the same under a causal mask or a window
 
 
 # By the width that heads are filled up to. Measured on an H200: docs/hopper-attention-backward.md.
 BACKWARD_TILES: dict[int, BackwardTile] = {
-    64: BackwardTile(128, 2, 16, 2048),
-    128: BackwardTile(64, 2, 16, 2048),
+    64: BackwardTile(128, 128, 2, 2, 16, 2048, 2048),
+    128: BackwardTile(128, 64, 2, 2, 16, 2048, 512),
+    192: BackwardTile(64, 64, 2, 1, 128, 2048, 512),
+    256: BackwardTile(64, 64, 2, 1, 128, 2048, 512),
 }
 
 
@@ -67,7 +69,7 @@ def covers_backward(
     for name, shape, of in zip("qkv", (q_shape, k_shape, k_shape), strides, strict=True):
         if any(n > 1 and (s % 8 or s <= 0) for n, s in zip(shape[:3], of[:3], strict=True)):
             return f"the strides of {name} are not multiples of 16 bytes: {tuple(of)} elements"
-    least = tile_of(head_dim, False)[1].least_tiles
-    if -(-k_shape[2] // KEYS) * k_shape[0] * k_shape[1] < least:
-        return f"it is for calls of at least {least} tiles of {KEYS} keys"
+    _, tile = tile_of(head_dim, False)
+    if -(-k_shape[2] // tile.keys) * k_shape[0] * k_shape[1] < tile.least_tiles:
+        return f"it is for calls of at least {tile.least_tiles} tiles of {tile.keys} keys"
     return None

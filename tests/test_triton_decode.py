@@ -1,0 +1,85 @@
+"""Decoding in Triton's interpreter: who merges the parts, and the counters by which it knows.
+
+Without the interpreter there is nothing to run here; tests/gpu has the same on a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.config import settings
+
+if not settings.triton_interpret:
+    pytest.skip("for Triton's interpreter (TRITON_INTERPRET=1)", allow_module_level=True)
+
+from headwise.backends.triton import decode
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """One array of counters for all calls, as on a GPU."""
+    counters = torch.zeros(64, dtype=torch.int32)
+    asked = []
+
+    def zeros(like, count):
+        asked.append(count)
+        assert count <= counters.numel()
+        return counters
+
+    monkeypatch.setattr(decode, "zeros", zeros)
+    return counters, asked
+
+
+def call(batch=2, heads=6, key_heads=2, queries=1, capacity=300, dim=16, splits=4, **others):
+    generator = torch.Generator().manual_seed(batch + 10 * heads + splits)
+    q = torch.randn(batch, heads, queries, dim, generator=generator)
+    k, v = (torch.randn(batch, key_heads, capacity, dim, generator=generator) for _ in range(2))
+    lengths = torch.tensor([capacity, 37, 0, 5][:batch], dtype=torch.int32)
+    arguments = (q, k, v, lengths)
+    both = [
+        hw.attention_decode(*arguments, num_splits=splits, return_lse=True, backend=backend, **others)
+        for backend in ("triton", "cpu")
+    ]
+    return both
+
+
+def test_counters_are_zero_after_every_call(kept):
+    counters, asked = kept
+    for shape in ({}, {"batch": 4, "splits": 7}, {"heads": 2}, {"queries": 3}, {"batch": 1, "splits": 3}, {}):
+        (out, lse), (expected, expected_lse) = call(**shape)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+        assert not counters.any()
+    assert len(asked) == 6
+
+
+def test_a_counter_that_is_not_zero_would_be_noticed(kept):
+    counters, _ = kept
+    counters += 1
+    (out, _), (expected, _) = call()
+    assert not torch.allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_both_ways_to_merge_give_the_same_bits(kept, monkeypatch, sink):
+    _, asked = kept
+    others = {"sink": torch.randn(6)} if sink else {}
+    for shape in ({}, {"splits": 19, "capacity": 1300}, {"queries": 4, "window": (30, 0)}):
+        (out, lse), _ = call(**shape, **others)
+        assert len(asked) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(decode, "_merges_itself", lambda q, plans: False)
+            (again, again_lse), _ = call(**shape, **others)
+        assert len(asked) == 1
+        assert torch.equal(out, again)
+        assert torch.equal(lse, again_lse)
+        asked.clear()
+
+
+def test_many_parts_are_merged_by_a_kernel_of_their_own(kept):
+    _, asked = kept
+    (out, _), (expected, _) = call(batch=1, heads=8, key_heads=1, capacity=2100, dim=128, splits=32)
+    assert not asked
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
