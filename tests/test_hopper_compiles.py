@@ -14,7 +14,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from headwise.backends import triton as rules
 from headwise.backends.triton import hopper
-from headwise.backends.triton.hopper import FORWARD, attention_forward, covers_forward
+from headwise.backends.triton.hopper import FORWARD, attention_forward, covers_forward, forward_tile
 from headwise.ops import _explain
 from headwise.ops.attention._arguments import Flags
 
@@ -29,10 +29,23 @@ CAUSAL = FULL._replace(right=0)
 ALL_FLAGS = FULL._replace(left=1023, right=0, softcap=30.0)
 
 
-def plan(head_dim, flags=FULL, packed=False, lengths=False, dtype=torch.bfloat16):
-    shape, strides = (2, 16, 4096, head_dim), (16 * 4096 * head_dim, 4096 * head_dim, head_dim, 1)
+def plan(head_dim, flags=FULL, packed=False, lengths=False, dtype=torch.bfloat16, length=4096, processors=132):
+    """For 32 heads of 4096 queries, or as many queries in shorter sequences."""
+    shape = (2 * 4096 // length, 16, length, head_dim)
+    strides = (16 * length * head_dim, length * head_dim, head_dim, 1)
     made = attention_forward._plan(
-        dtype, shape, shape, head_dim, (strides,) * 4, lengths, 9 if packed else None, 4096, 4096, flags, 132, None
+        dtype,
+        shape,
+        shape,
+        head_dim,
+        (strides,) * 4,
+        lengths,
+        9 if packed else None,
+        length,
+        length,
+        flags,
+        processors,
+        None,
     )
     assert made is not None
     return made
@@ -44,6 +57,10 @@ CALLS = {
     "128, packed, causal": {"head_dim": 128, "flags": CAUSAL, "packed": True},
     "64, float16, lengths": {"head_dim": 64, "lengths": True, "dtype": torch.float16},
     "128, all flags": {"head_dim": 128, "flags": ALL_FLAGS},
+    **{f"{d}, short": {"head_dim": d, "length": 512} for d in (64, 128)},
+    **{f"{d}, short, causal": {"head_dim": d, "length": 512, "flags": CAUSAL} for d in (64, 128)},
+    "64, four warpgroups": {"head_dim": 64, "length": 512, "processors": 16},
+    "64, four warpgroups, causal": {"head_dim": 64, "length": 2048, "processors": 16, "flags": CAUSAL},
 }
 
 
@@ -61,7 +78,7 @@ def test_forward_compiles_and_keeps_to_the_registers(name, tmp_path):
 
 
 # Once per tile, not in the loop over the keys.
-ALLOWED_STACK = {"64, full": 24, "256, causal": 16, "128, all flags": 8}
+ALLOWED_STACK = {"64, full": 24, "192, causal": 24, "256, causal": 32, "128, packed, causal": 8, "128, all flags": 8}
 
 
 def compiled_forward(made, call):
@@ -108,6 +125,55 @@ def assembler_log(compiled, folder) -> str:
     command = [sass.TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", folder / "again.cubin"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "consumers", "keys"),
+    [
+        ({"longest": 512}, 4, 64),
+        ({"longest": 512, "banded": True}, 4, 64),
+        ({"longest": 2048, "banded": True}, 4, 64),
+        ({"longest": 2048}, 3, 128),
+        ({"longest": 4096, "banded": True}, 3, 128),
+        ({"longest": 384}, 2, 128),  # half of the second tile would be empty
+        ({"longest": 384, "banded": True}, 2, 64),
+        ({"longest": 128}, 2, 128),
+        ({"longest": 512, "packed": True}, 2, 128),
+        ({"longest": 512, "packed": True, "banded": True}, 2, 64),
+        (
+            {"longest": 512, "tiles": 512},
+            2,
+            128,
+        ),  # with a few large tiles, half of the GPU would wait for the last ones
+        ({"longest": 2048, "tiles": 512, "banded": True}, 2, 128),
+    ],
+)
+def test_tiles_of_head_dim_64(call, consumers, keys):
+    tile = forward_tile(64, **{"packed": False, "banded": False, "tiles": 4096, "processors": 132, **call})
+    assert (tile.consumers, tile.keys) == (consumers, keys)
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "group", "at_once"),
+    [
+        (512, 128, 1, 128),
+        (2048, 128, 1, 32),
+        (8192, 128, 4, 32),
+        (8192, 256, 1, 8),
+        (16384, 256, 1, 8),
+        (16384, 256, 8, 64),
+    ],
+)
+def test_heads_whose_tiles_are_drawn_together(length, head_dim, group, at_once):
+    """What fits two thirds of the L2 cache, but at least eight heads of keys."""
+    q_shape, k_shape = ((4, heads, length, head_dim) for heads in (64 * group, 64))
+    strides = ((2**40 // 8, head_dim * length, head_dim, 1),) * 4
+    made = attention_forward._plan(
+        torch.bfloat16, q_shape, k_shape, head_dim, strides, False, None, 0, 0, CAUSAL, 132, None
+    )
+    names = [p.name for p in made.kernel.params if not p.is_constexpr]
+    first_number = names.index("q_length")
+    assert made.numbers[names.index("heads_at_once") - first_number] == at_once
 
 
 def test_a_register_that_is_not_always_set_is_found():

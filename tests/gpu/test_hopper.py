@@ -25,6 +25,9 @@ FLAGS = {
     "two-sided window": {"window": (100, 700)},
     "softcap": {"causal": True, "softcap": 20.0},
 }
+# Keys after its own that a query sees; a query before the first key by more than that sees nothing.
+PAST_ITSELF = {"full": math.inf, "causal": 0, "window": 0, "two-sided window": 700, "softcap": 0}
+PLAIN = "the plain kernel (there are rows that see nothing, and its tiles multiply by values that they do not see)"
 
 
 @pytest.fixture(autouse=True)
@@ -64,13 +67,50 @@ def note(op: str, *args, **kwargs) -> str:
 def test_forward_agrees_with_the_plain_kernel(dim, name, lengths, inside):
     q, k, v = qkv(2, 16, 4, *lengths, dim, inside)
     flags = FLAGS[name]
-    assert note("attention", q, k, v, **flags) == "forward: the Hopper kernel"
+    queries, keys = lengths
+    sees_nothing = queries > keys + PAST_ITSELF[name]
+    assert note("attention", q, k, v, **flags) == (
+        f"forward: {PLAIN}" if sees_nothing else "forward: the Hopper kernel"
+    )
     out, lse = hw.attention(q, k, v, return_lse=True, **flags)
     expected, expected_lse = plainly(hw.attention, q, k, v, return_lse=True, **flags)
     assert_close(out, expected, 5e-3)
     assert torch.equal(lse.isinf(), expected_lse.isinf())
     seen = expected_lse.isfinite()
     assert (lse - expected_lse)[seen].abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_many_short_sequences_agree_with_the_plain_kernel(name):
+    """Head dim 64 has a tile of four warpgroups for them."""
+    flags, banded = FLAGS[name], name != "full"
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    q, k, v = qkv(processors, 8, 2, 500, 500, 64)
+    tile = hopper.forward_tile(64, 500, False, banded, hopper.tiles_in_all(tuple(q.shape)), processors)
+    assert tile.consumers == 4
+    out, lse = hw.attention(q, k, v, return_lse=True, **flags)
+    expected, expected_lse = plainly(hw.attention, q, k, v, return_lse=True, **flags)
+    assert_close(out, expected, 5e-3)
+    assert (lse - expected_lse).abs().max() < 1e-3
+    wrong = torch.zeros((), dtype=torch.int64, device=q.device)
+    for _ in range(REPEATS // 10):
+        wrong += (bits(hw.attention(q, k, v, **flags)) != bits(out)).sum()
+    assert int(wrong) == 0
+
+
+def test_many_short_sequences_with_an_unused_cache_of_nan():
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    q, k, v = qkv(processors, 8, 2, 500, 700, 64)
+    lengths = torch.arange(processors, device=q.device, dtype=torch.int32) * 97 % 701
+    unused = torch.arange(700, device=q.device) >= lengths[:, None]
+    for x in (k, v):
+        x.masked_fill_(unused[:, None, :, None], math.nan)
+    for causal in (False, True):
+        given = {"kv_lengths": lengths, "causal": causal, "return_lse": True}
+        out, lse = hw.attention(q, k, v, **given)
+        expected, expected_lse = plainly(hw.attention, q, k, v, **given)
+        assert_close(out, expected, 5e-3)
+        assert torch.equal(lse.isinf(), expected_lse.isinf())
 
 
 def test_sink_and_lengths_with_an_unused_cache_of_nan():
@@ -106,7 +146,7 @@ def test_packed_sequences_do_not_touch_each_other(dim, causal):
     assert same_bits((again[others],), (out[others],))
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_many_runs_give_the_same_bits(dim):
     q, k, v = qkv(2, 8, 4, 1024, 1024, dim)
     first = hw.attention(q, k, v, causal=True, return_lse=True)

@@ -32,6 +32,7 @@ class ForwardTile(NamedTuple):
     # What of the next tile is under way before this one is stored: 0: nothing; 1: its first products; 2: these, and under a
     # causal mask they do not wait for the last products of this one. (Without a mask they never do, with a window always.)
     ahead: int = 1
+    keys_first: bool = False  # a block of keys is loaded before the values of the block above it, as they are needed
 
 
 class ForwardRow(NamedTuple):
@@ -42,10 +43,14 @@ class ForwardRow(NamedTuple):
     short: ForwardTile  # for sequences of up to SHORT queries
     short_banded: ForwardTile  # for such sequences under a causal mask or a window
     few: ForwardTile  # for longer sequences where there are few tiles: less than FEW for every multiprocessor
+    # For sequences of up to SHORT queries, of up to MEDIUM under a causal mask or a window, if its queries are filled by
+    # nearly whole sequences and there are MANY tiles for every multiprocessor. Not for packed batches, of which the kernel
+    # alone knows the lengths.
+    wide: ForwardTile | None = None
 
 
-SHORT = 512
-FEW = 4
+SHORT, MEDIUM = 512, 2048
+FEW, MANY = 4, 16
 # From so many tiles of 128 queries on, over all heads, and from so many queries of the longest sequence on, these kernels
 # were measured to be faster than the plain one: 61 against 71 TFLOP/s with 64 tiles, 170 against 153 with 128 (D 128,
 # causal, one sequence of 512 or 1024); 115 against 82 with 2048 tiles of sequences of 128.
@@ -58,15 +63,16 @@ LEAST_QUERIES = 128
 _64_THREE = ForwardTile(3, 128, 64, 0, 4, 4, 2, ahead=2)
 _64_TWO = ForwardTile(2, 128, 64, 0, 4, 4, 2, ahead=2)
 _64_SHORT = ForwardTile(2, 64, 64, 0, 8, 8, 2, ahead=2)
+_64_FOUR = ForwardTile(4, 64, 64, 0, 6, 6, 2, ahead=2)
 _96 = ForwardTile(2, 128, 64, 32, 2, 3, 2)
 _128 = ForwardTile(2, 128, 128, 0, 2, 2, 2, ahead=2)
 _128_SHORT = ForwardTile(2, 64, 128, 0, 4, 4, 2, ahead=2)
 _192 = ForwardTile(2, 64, 128, 64, 2, 2, 1)
 _256 = ForwardTile(2, 64, 128, 128, 2, 2, 1, one_o=True)
 FORWARD: tuple[ForwardRow, ...] = (
-    ForwardRow(64, _64_THREE, _64_TWO, _64_SHORT, _64_TWO),
+    ForwardRow(64, _64_THREE, _64_TWO, _64_SHORT, _64_TWO, _64_FOUR),
     ForwardRow(96, _96, _96, _96, _96),
-    ForwardRow(128, _128, _128, _128_SHORT, _128),
+    ForwardRow(128, _128, _128._replace(keys_first=True), _128_SHORT, _128),
     ForwardRow(192, _192, _192, _192, _192),
     ForwardRow(256, _256, _256, _256, _256),
 )
@@ -76,10 +82,15 @@ def forward_row(head_dim: int) -> ForwardRow | None:
     return next((row for row in FORWARD if head_dim <= row.widest), None)
 
 
-def forward_tile(head_dim: int, longest: int, banded: bool, tiles: int, processors: int) -> ForwardTile:
+def forward_tile(head_dim: int, longest: int, packed: bool, banded: bool, tiles: int, processors: int) -> ForwardTile:
     """For sequences of up to ``longest`` queries, ``tiles`` tiles of 128 queries in all."""
     row = forward_row(head_dim)
     assert row is not None
+    if row.wide is not None and not packed and longest <= (MEDIUM if banded else SHORT):
+        queries = 64 * row.wide.consumers
+        padded = -(-longest // queries) * queries
+        if 8 * longest >= 7 * padded and tiles >= MANY * processors:
+            return row.wide
     if longest <= SHORT:
         return row.short_banded if banded else row.short
     return row.few if tiles < FEW * processors else row.tile

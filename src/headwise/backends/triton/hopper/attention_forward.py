@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import sys
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from headwise.backends.triton.counters import zeros
 from headwise.backends.triton.hopper import ForwardTile, Strides, covers_forward, forward_tile, tiles_in_all
 from headwise.backends.triton.hopper.descriptors import Box, DescribedPlan
 from headwise.backends.triton.hopper.forward_kernel import forward
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 _LOG2E = 1.4426950408889634
 _ROWS = 64
-_L2_SHARE = 32 << 20  # bytes of keys and values that are in use at once: about two thirds of the cache
-_LARGE_HEAD = 16 << 20  # heads with this much of them go one by one: two at a time were slower (D 256, 16384 keys)
+# Heads of keys that are in use at once under a mask: as many as fit two thirds of the L2 cache, but not fewer than eight,
+# whether they fit or not: D 256 with 16384 keys, 16 MB a head, did 581, 627, 660 and 670 TFLOP/s with 1, 2, 4 and 8 heads.
+_L2_SHARE = 32 << 20
+_HEADS_AT_ONCE = 8
 _SEARCH = 128
 _ALIGNMENT = 16  # bytes: what TMA needs of an address
 
@@ -46,13 +48,12 @@ def _plan(
         if reason is not None:
             return None
         banded = flags.left >= 0 or flags.right >= 0
-        tile = forward_tile(head_dim, longest, banded, tiles_in_all(q_shape), processors)
+        tile = forward_tile(head_dim, longest, packed, banded, tiles_in_all(q_shape), processors)
     queries, group = _ROWS * tile.consumers, heads // key_heads
     tiles = -(-q_length // queries) if sequences is None else q_length // queries + sequences + 1
     works = tiles * heads * batch
-    # Heads at once: as many as fit the cache, in groups of about the same size.
-    of_head = 4 * k_length * head_dim
-    fitting = (1 if of_head >= _LARGE_HEAD else _L2_SHARE // of_head) * group
+    # In groups of about the same size.
+    fitting = max(_L2_SHARE // (4 * k_length * head_dim), _HEADS_AT_ONCE) * group
     groups = -(-batch * heads // min(fitting, batch * heads))
     at_once = -(-batch * heads // groups)
     left, right = band_of(flags, q_length, k_length)
@@ -87,22 +88,6 @@ def _processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-# The counter that programs draw their work from. Every launch leaves it at zero, so launches on one stream may share one;
-# a launch that is captured in a graph gets one of its own, zeroed by the graph itself. So does every launch where Inductor
-# may be making graphs: its rounds before the capture allocate from the memory of the graph, and nothing of that may be kept.
-_counters: dict[tuple[int, int], Tensor] = {}
-
-
-def _counter(like: Tensor, device: int) -> Tensor:
-    if torch.cuda.is_current_stream_capturing() or "torch._inductor.cudagraph_trees" in sys.modules:
-        return torch.zeros(1, dtype=torch.int32, device=like.device)
-    key = (device, torch._C._cuda_getCurrentRawStream(device))
-    counter = _counters.get(key)
-    if counter is None:
-        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=like.device)
-    return counter
-
-
 def try_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kv_lengths: Tensor | None, sink: Tensor | None,
     cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, flags: Flags, tile: ForwardTile | None = None,
@@ -118,5 +103,5 @@ def try_forward(
     )  # fmt: skip
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % _ALIGNMENT:
         return False
-    plan.launch((q, k, v, out), (out, lse, sink, kv_lengths, cu_q, cu_k, _counter(q, device)))
+    plan.launch((q, k, v, out), (out, lse, sink, kv_lengths, cu_q, cu_k, zeros(q, 1)))
     return True

@@ -26,6 +26,8 @@ from headwise.backends.triton.hopper.schedule import FIELDS, MAIL, ROWS, block_r
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+# Which blocks of a loop over keys are masked.
+NOWHERE, EVERYWHERE, AT_THE_EDGES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 # Turns: the computing warpgroups issue their products one after the other, so that one's exponentials meet the other's
@@ -50,8 +52,10 @@ def _take_turn(C: gl.constexpr):
         _barrier("bar.sync 8")
     elif C == 1:
         _barrier("bar.sync 9")
-    else:
+    elif C == 2:
         _barrier("bar.sync 10")
+    else:
+        _barrier("bar.sync 11")
 
 
 @gluon.jit
@@ -60,8 +64,10 @@ def _pass_turn(C: gl.constexpr, X: gl.constexpr):
         _barrier("bar.arrive 8")
     elif C == 0:
         _barrier("bar.arrive 9")
-    else:
+    elif C == 1:
         _barrier("bar.arrive 10")
+    else:
+        _barrier("bar.arrive 11")
 
 
 @gluon.jit
@@ -124,18 +130,30 @@ def _lane_sums(p, KEYS: gl.constexpr):
 
 
 @gluon.jit
+def _same(x):
+    """The same number, but ptxas does not know that it is."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _visit(
-    block, lowest, whole, whole_past, highest, total, acc0, acc1, weights, blocks, q, q1, zeros, row, offset, keys, left,
-    right, unit, inner, k0_s, k1_s, v0_s, v1_s, k_full, k_empty, v_full, v_empty,
+    block, count, whole, whole_past, highest, total, acc0, acc1, weights, blocks, q_at, zeros, row, offset, keys, left,
+    right, unit, inner, shared, barriers, MASK: gl.constexpr,
     C: gl.constexpr, S: gl.constexpr, O0: gl.constexpr, O1: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the blocks below ``block``, down to ``lowest``; ``weights`` are those of ``block``.
+    """The online softmax over the ``count`` blocks below ``block``; ``weights`` are those of ``block``.
 
-    One loop, whether a block needs the mask or not: of two loops that share a tile of queries, ptxas 12.8 reuses in the
-    second the descriptor it made for the first, also where the first was not entered.
+    MASK: for none of them (NOWHERE), for all, or for those outside [whole, whole_past) (AT_THE_EDGES).
     """
-    MASKED: gl.constexpr = X.has_left or X.has_right
-    for i in range(block - lowest):
+    q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, o0_s, o1_s, mail = shared
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, mail_full, mail_empty, cut_full = barriers
+    q = q0_s.index(q_at).reshape([ROWS, X.d0])
+    q1 = q
+    if X.d1 > 0:
+        q1 = q1_s.index(q_at).reshape([ROWS, X.d1])
+    for i in range(count):
         v_at = blocks % X.v_stages
         v_phase = (blocks // X.v_stages) & 1
         blocks += 1
@@ -159,13 +177,16 @@ def _visit(
             s = warpgroup_mma_wait(1, [s_coming])
         mbarrier.arrive(k_empty.index(at))
         s = _capped(s, inner, X)
-        if MASKED:
-            here = block - 1 - i
-            if (here >= whole_past) | (here < whole):
+        here = block - 1 - i
+        if MASK == EVERYWHERE:
+            s = _hidden(s, here, row, offset, keys, left, right, S, X)
+        elif MASK == AT_THE_EDGES:
+            edge = (here >= whole_past) | (here < whole)
+            if edge:
                 s = _hidden(s, here, row, offset, keys, left, right, S, X)
         higher = gl.maximum(highest, gl.max(s, 1))
         reference = higher * unit
-        if MASKED:  # a row may have seen nothing so far
+        if MASK != NOWHERE:  # a row may have seen nothing so far
             reference = gl.where(higher == -float("inf"), 0.0, reference)
         shrink = gl.exp2(highest * unit - reference)
         p = gl.exp2(s * unit - reference[:, None])
@@ -313,10 +334,6 @@ def _consume(C: gl.constexpr, o0, o1, tensors, numbers, unit, inner, shared, bar
         tile_lowest, tile_past, lowest, past, whole, whole_past = _ranges(tile_row, row, rows, keys, left, right, X)
         block = past - 1
         q_at = C * X.q_stages + done % X.q_stages
-        q = q0_s.index(q_at).reshape([ROWS, X.d0])
-        q1 = q
-        if X.d1 > 0:
-            q1 = q1_s.index(q_at).reshape([ROWS, X.d1])
         s = _capped(s, inner, X)
         if BANDED or X.cut:
             s = _hidden(s, block, row, offset, keys, left, right, S, X)
@@ -335,10 +352,24 @@ def _consume(C: gl.constexpr, o0, o1, tensors, numbers, unit, inner, shared, bar
         if X.d1 > 0:
             acc1 = gl.zeros([ROWS, X.d1], gl.float32, O1)
 
-        highest, total, acc0, acc1, weights, blocks = _visit(
-            block, lowest, whole, whole_past, highest, total, acc0, acc1, weights, blocks, q, q1, zeros, row, offset, keys,
-            left, right, unit, inner, k0_s, k1_s, v0_s, v1_s, k_full, k_empty, v_full, v_empty, C, S, O0, O1, X,
-        )  # fmt: skip
+        if X.has_right and not X.has_left:
+            # The masked blocks come first, if there are any, in a loop of their own: a branch in the one that runs for most
+            # of the time costs up to a tenth. To ptxas 12.8 the two must not seem to share the tile of queries: it makes the
+            # descriptor in front of the first and uses it in the second, also where the first is not entered.
+            highest, total, acc0, acc1, weights, blocks = _visit(
+                block, block - whole_past, whole, whole_past, highest, total, acc0, acc1, weights, blocks, q_at, zeros, row,
+                offset, keys, left, right, unit, inner, shared, barriers, EVERYWHERE, C, S, O0, O1, X,
+            )  # fmt: skip
+            highest, total, acc0, acc1, weights, blocks = _visit(
+                whole_past, whole_past - lowest, whole, whole_past, highest, total, acc0, acc1, weights, blocks, _same(q_at),
+                zeros, row, offset, keys, left, right, unit, inner, shared, barriers, NOWHERE, C, S, O0, O1, X,
+            )  # fmt: skip
+        else:
+            highest, total, acc0, acc1, weights, blocks = _visit(
+                block, block - lowest, whole, whole_past, highest, total, acc0, acc1, weights, blocks, q_at, zeros, row,
+                offset, keys, left, right, unit, inner, shared, barriers, AT_THE_EDGES if BANDED else NOWHERE,
+                C, S, O0, O1, X,
+            )  # fmt: skip
         mbarrier.arrive(q_empty.index(q_at))
 
         # The last weights·v. It overlaps with the first q·kᵀ of the next tile, but where a window lets this warpgroup skip
@@ -448,7 +479,7 @@ def forward(
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, PACKED: gl.constexpr, CUT: gl.constexpr,
     CONSUMERS: gl.constexpr, KEYS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, ONE_O: gl.constexpr,
-    AHEAD: gl.constexpr, SEARCH: gl.constexpr,
+    AHEAD: gl.constexpr, KEYS_FIRST: gl.constexpr, SEARCH: gl.constexpr,
 ):  # fmt: skip
     """A persistent program. ``unit`` times a product is a logit in base 2; with a cap, ``unit`` times its tanh is."""
     X: gl.constexpr = constants(
@@ -466,6 +497,7 @@ def forward(
         Q_STAGES,
         ONE_O,
         AHEAD,
+        KEYS_FIRST,
         SEARCH,
     )
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -519,10 +551,18 @@ def forward(
             (_consume, (gl.constexpr(1), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
             (produce, (descriptors, tensors, numbers, shared, barriers, X)),
         ], [4, 1], [232, 40] if X.cut else [240, 24])  # fmt: skip
-    else:
+    elif X.consumers == 3:
         gl.warp_specialize([
             (_consume, (gl.constexpr(0), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
             (_consume, (gl.constexpr(1), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
             (_consume, (gl.constexpr(2), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
             (produce, (descriptors, tensors, numbers, shared, barriers, X)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (gl.constexpr(0), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
+            (_consume, (gl.constexpr(1), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
+            (_consume, (gl.constexpr(2), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
+            (_consume, (gl.constexpr(3), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
+            (produce, (descriptors, tensors, numbers, shared, barriers, X)),
+        ], [4, 4, 4, 1], [112, 112, 112, 32])  # fmt: skip

@@ -41,8 +41,8 @@ def _blank(
 
 
 @gluon.jit
-def _load_block(descriptors, shared, barriers, count, cuts, batch, head, start, block, first, keys, X: gl.constexpr):
-    """One block of keys and values into their rings; ``count`` blocks went before it. Returns how many were cut so far."""
+def _load_keys(descriptors, shared, barriers, count, batch, head, start, block, X: gl.constexpr):
+    """A block of keys into its ring; ``count`` blocks went before it."""
     q0, q1, k0, k1, v0, v1 = descriptors
     q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, o0_s, o1_s, mail = shared
     q_full, q_empty, k_full, k_empty, v_full, v_empty, mail_full, mail_empty, cut_full = barriers
@@ -54,6 +54,16 @@ def _load_block(descriptors, shared, barriers, count, cuts, batch, head, start, 
     load_tile(k0, [batch, head, token, 0], k_full.index(at), k0_s.index(at))
     if X.d1 > 0:
         load_tile(k1, [batch, head, token, X.d0], k_full.index(at), k1_s.index(at))
+
+
+@gluon.jit
+def _load_values(descriptors, shared, barriers, count, cuts, batch, head, start, block, first, keys, X: gl.constexpr):
+    """A block of values into its ring; ``count`` blocks went before it. Returns how many were cut so far."""
+    q0, q1, k0, k1, v0, v1 = descriptors
+    q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, o0_s, o1_s, mail = shared
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, mail_full, mail_empty, cut_full = barriers
+    BYTES: gl.constexpr = X.keys * (X.d0 + X.d1) * 2
+    token = start + block * X.keys
     at = count % X.v_stages
     mbarrier.wait(v_empty.index(at), ((count // X.v_stages) & 1) ^ 1)
     if X.cut:
@@ -124,20 +134,11 @@ def produce(descriptors, tensors, numbers, shared, barriers, X: gl.constexpr):
             load_tile(q0, [batch, head, start + row + c * ROWS, 0], q_full.index(at), q0_s.index(at))
             if X.d1 > 0:
                 load_tile(q1, [batch, head, start + row + c * ROWS, X.d0], q_full.index(at), q1_s.index(at))
-        cuts = _load_block(
-            descriptors,
-            shared,
-            barriers,
-            blocks,
-            cuts,
-            batch,
-            key_head,
-            k_start,
-            past - 1,
-            first,
-            keys,
-            X,
-        )
+        _load_keys(descriptors, shared, barriers, blocks, batch, key_head, k_start, past - 1, X)
+        if not X.keys_first:
+            cuts = _load_values(
+                descriptors, shared, barriers, blocks, cuts, batch, key_head, k_start, past - 1, first, keys, X
+            )
         blocks += 1
         done += 1
         # The next piece of work, drawn early so that nobody waits for it.
@@ -152,21 +153,20 @@ def produce(descriptors, tensors, numbers, shared, barriers, X: gl.constexpr):
             mail, mail_full, mail_empty, done, next_row, next_batch * heads + next_head, next_keys, next_start, next_rows, X,
         )  # fmt: skip
         for i in range(1, past - lowest):
-            cuts = _load_block(
-                descriptors,
-                shared,
-                barriers,
-                blocks,
-                cuts,
-                batch,
-                key_head,
-                k_start,
-                past - 1 - i,
-                first,
-                keys,
-                X,
-            )
+            _load_keys(descriptors, shared, barriers, blocks, batch, key_head, k_start, past - 1 - i, X)
+            if X.keys_first:
+                cuts = _load_values(
+                    descriptors, shared, barriers, blocks - 1, cuts, batch, key_head, k_start, past - i, first, keys, X
+                )
+            else:
+                cuts = _load_values(
+                    descriptors, shared, barriers, blocks, cuts, batch, key_head, k_start, past - 1 - i, first, keys, X
+                )
             blocks += 1
+        if X.keys_first:
+            cuts = _load_values(
+                descriptors, shared, barriers, blocks - 1, cuts, batch, key_head, k_start, lowest, first, keys, X
+            )
         row, batch, head, start, rows, k_start, keys = (
             next_row, next_batch, next_head, next_start, next_rows, next_k_start, next_keys
         )  # fmt: skip

@@ -41,6 +41,7 @@ class Variant(NamedTuple):
     q_stages: Any
     one_o: Any
     ahead: Any
+    keys_first: Any
     search: Any  # offsets of a packed batch that are looked at in one go
 
 
