@@ -1,5 +1,5 @@
-"""Write the tables of README.md anew: from a run of the conformance cases here, those kept of other machines, and the
-benchmark results.
+"""Write the tables of README.md anew, and those of docs that stand between such marks: from a run of the conformance cases
+here, those kept of other machines, and the benchmark results.
 
     python scripts/update_readme.py            (or: make readme)
 
@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results"
+HOPPER_PAGES = {"forward": "hopper-attention.md", "backward": "hopper-attention-backward.md"}
 
 
 def ops_table(reports: list[dict]) -> str:
@@ -90,8 +91,8 @@ def _speed_table(path: Path, rows: list[dict[str, str]]) -> str:
     threads = f" {first['threads']} threads," if first["device"] == "cpu" else ""
     dates = sorted({row["date"][:10] for row in rows})
     lines = [
-        f"**{device}**,{threads} PyTorch {first['torch']}, {dates[-1]}: how many times faster than the "
-        f"peer, lowest and highest over the cases of a group ([all rows]({path.relative_to(ROOT).as_posix()})).",
+        f"**{device}**,{threads} PyTorch {first['torch']}, suite {first['suite']}, {dates[-1]}: how many times faster than "
+        f"the peer, lowest and highest over the cases of a group ([all rows]({path.relative_to(ROOT).as_posix()})).",
         "",
         "| Group | Direction | Against | Ratio | Targets met |",
         "| --- | --- | --- | --- | --- |",
@@ -132,9 +133,37 @@ def _measured(row: dict[str, str]) -> tuple[str, float]:
     return "GiB extra memory", float(row["peak_extra_bytes"]) / 2**30
 
 
+def hopper_table(rows: list[dict[str, str]], direction: str) -> str:
+    """Our rate in every case of the Hopper suite, and how many times as fast as each peer that is."""
+    of = [row for row in rows if row["direction"] == direction and row["median_ms"]]
+    peers = list(dict.fromkeys(row["contender"] for row in of if row["role"] == "peer"))
+    lines = ["| | TFLOP/s | " + " | ".join(f"of {peer}" for peer in peers) + " |", "| --- " * (len(peers) + 2) + "|"]
+    for ours in (row for row in of if row["role"] == "ours"):
+        same = {row["contender"]: row for row in of if (row["group"], row["case"]) == (ours["group"], ours["case"])}
+        ratios = [f"{float(same[peer]['ratio']):.2f}×" if peer in same else "" for peer in peers]
+        name = f"{ours['group'].removeprefix('attention ')}, {ours['case']}"
+        lines.append(f"| {name} | {float(ours['gflops_per_s']) / 1e3:.0f} | " + " | ".join(ratios) + " |")
+    first = of[0]
+    lines += [
+        "",
+        f"{first['device_name']}, PyTorch {first['torch']}, Triton {first['triton']}, {first['date'][:10]}; medians of "
+        f"{first['rounds']} shuffled rounds ([all rows](../bench/results/hopper-nvidia-h200.csv)).",
+    ]
+    return "\n".join(lines)
+
+
+def write_hopper_tables() -> None:
+    with (RESULTS / "hopper-nvidia-h200.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for direction, name in HOPPER_PAGES.items():
+        page = ROOT / "docs" / name
+        text = replace_section(page.read_text(encoding="utf-8"), "standing", hopper_table(rows, direction))
+        page.write_text(text, encoding="utf-8")
+
+
 def replace_section(text: str, name: str, body: str) -> str:
     pattern = re.compile(rf"(<!-- {name}: [^>]*-->\n).*?(<!-- /{name} -->)", re.DOTALL)
-    assert pattern.search(text), f"README.md has no section {name}"
+    assert pattern.search(text), f"the page has no section {name}"
     return pattern.sub(lambda m: f"{m[1]}{body}\n{m[2]}", text)
 
 
@@ -145,6 +174,7 @@ def main() -> int:
     text = replace_section(text, "ops", ops_table(reports))
     text = replace_section(text, "speed", speed_tables())
     README.write_text(text, encoding="utf-8")
+    write_hopper_tables()
     return 0
 
 

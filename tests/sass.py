@@ -1,7 +1,11 @@
-"""Reads machine code for what no compiler should leave: a register that some path reads before anybody wrote it.
+"""Reads compiled kernels for two things that no compiler should leave.
 
-ptxas 12.8 did so with the descriptor of a tile that two loops share (docs/hopper-attention.md). The kernel ran, and gave
-other numbers at every run. Only uniform registers are looked at: descriptors and addresses of shared memory are there.
+A register that some path reads before anybody wrote it: ptxas 12.8 did so with the descriptor of a tile that two loops share
+(docs/hopper-attention.md). The kernel ran, and gave other numbers at every run. Only uniform registers are looked at:
+descriptors and addresses of shared memory are there.
+
+An arrival at an mbarrier by one thread for all threads of its warps, some of which may still be at work on the shared memory
+that it hands on. `compute-sanitizer` cannot tell: it does not follow mbarriers between warps.
 """
 
 from __future__ import annotations
@@ -48,6 +52,30 @@ def unset_reads(sass: str) -> list[str]:
                 known[place] = merged
                 todo.append(place)
     return [i.text for i, there in zip(program, known, strict=True) if there is not None and i.reads - there]
+
+
+_BARRIER = re.compile(r"(@!?%\w+\s+)?(bar\.sync|barrier\.sync|bar\.warp\.sync)\b")
+_AT_WORK = re.compile(r"(@!?%\w+\s+)?(ld\.shared|st\.shared|stmatrix|ldmatrix|wgmma\.wait_group)\b")
+_ARRIVAL = re.compile(r"(@!?%\w+\s+)?mbarrier\.arrive\.(?!expect_tx)")
+
+
+def hasty_arrivals(ptx: str) -> list[str]:
+    """Arrivals with an access to shared memory, or a wait for the tensor cores, between them and the last barrier.
+
+    Those that expect bytes from a copy engine hand on nothing that threads have done.
+    """
+    found, at_work, arrivals = [], "", 0
+    for line in map(str.strip, ptx.splitlines()):
+        if _BARRIER.match(line):
+            at_work = ""
+        elif _AT_WORK.match(line):
+            at_work = line
+        elif _ARRIVAL.match(line):
+            arrivals += 1
+            if at_work:
+                found.append(f"{at_work} … {line}")
+    assert arrivals, "there is no arrival in this kernel: is it spelled otherwise now?"
+    return found
 
 
 def _parse(sass: str) -> list[Instruction]:

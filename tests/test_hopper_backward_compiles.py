@@ -98,6 +98,7 @@ def test_backward_compiles_and_keeps_to_the_registers(name, tmp_path):
     code = sass.disassemble(compiled.asm["cubin"], tmp_path)
     # Of what moves or makes 64 bits, addresses and factors have 32: there the reading is too strict.
     assert not [i for i in sass.unset_reads(code) if not re.search(r"\.64|\.WIDE", i)]
+    assert not sass.hasty_arrivals(compiled.asm["ptx"])
     # dQ is added four numbers at a time, by an instruction that asks for no answer.
     assert "ADD.F32x4" in code
     assert "ATOMG.E.ADD.F32" not in code

@@ -75,6 +75,7 @@ def test_forward_compiles_and_keeps_to_the_registers(name, tmp_path):
     assert not re.findall(r"C75\d\d", log), log
     assert int(re.search(r"(\d+) bytes stack frame", log)[1]) <= ALLOWED_STACK.get(name, 0), log
     assert not sass.unset_reads(sass.disassemble(compiled.asm["cubin"], tmp_path))
+    assert not sass.hasty_arrivals(compiled.asm["ptx"])
 
 
 # Once per tile, not in the loop over the keys.
@@ -174,6 +175,19 @@ def test_heads_whose_tiles_are_drawn_together(length, head_dim, group, at_once):
     names = [p.name for p in made.kernel.params if not p.is_constexpr]
     first_number = names.index("q_length")
     assert made.numbers[names.index("heads_at_once") - first_number] == at_once
+
+
+def test_an_arrival_that_comes_too_early_is_found():
+    arrival, load, barrier = (
+        "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];",
+        "ld.shared.b32 %r2, [%r3];",
+        "bar.sync 2, 128;",
+    )
+    assert sass.hasty_arrivals("\n".join((barrier, load, arrival)))
+    assert not sass.hasty_arrivals("\n".join((load, barrier, arrival)))
+    assert not sass.hasty_arrivals(
+        "\n".join((barrier, load, "@%p1 mbarrier.arrive.expect_tx.b64 _, 4;", barrier, arrival))
+    )
 
 
 def test_a_register_that_is_not_always_set_is_found():

@@ -342,7 +342,7 @@ def test_ten_thousand_calls_leak_nothing():
         y = x + y
     y.torch()
     device, before = held()
-    groups = len(device._groups)
+    groups, prepared = len(device._groups), len(device.prepared)
     for i in range(10_000):
         y = x + y
         if i % 2500 == 0:
@@ -350,6 +350,7 @@ def test_ten_thousand_calls_leak_nothing():
     y.torch()
     assert held()[1] <= before + 64 * 1024
     assert len(device._groups) <= groups + 16
+    assert len(device.prepared) <= prepared + 16
     assert sum(map(len, device._staging.values())) <= 16
 
 
@@ -365,6 +366,7 @@ def test_changing_shapes_leak_nothing():
     assert held()[1] <= before + 64 * 3 * 5 * 16 * 1024
     assert len(device._groups) <= runtime._MOST_CACHED
     assert len(device._parameters) <= runtime._MOST_CACHED
+    assert len(device.prepared) <= runtime._MOST_CACHED
     assert sum(map(len, device._staging.values())) <= 32
 
 

@@ -76,6 +76,8 @@ def save_attention(rows: list[Row], path: Path) -> bool:
                 _roof_line(panel, highest[1] / 1e12, "bf16 matmul")
             if column == 0:
                 panel.set_ylabel("TFLOP/s", fontsize=9)
+    fastest = max(float(r["gflops_per_s"]) / 1e3 for r in shown)
+    panels[0][0].set_ylim(0, 1.1 * max(fastest, (highest or (0, 0))[1] / 1e12))  # room for what stands over bars
     _legend(figure, contenders)
     save(figure, path)
     return True
@@ -222,7 +224,7 @@ def _roof_line(panel: Any, height: float, label: str) -> None:
     panel.axhline(height, color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     text = f"{label}: {height:.3g}"
     panel.annotate(
-        text, (1.0, height), (-2, 2), xycoords=("axes fraction", "data"), textcoords="offset points", ha="right",
+        text, (0.0, height), (2, 2), xycoords=("axes fraction", "data"), textcoords="offset points", ha="left",
         va="bottom", fontsize=7, color="#555555",
     )  # fmt: skip
 

@@ -91,7 +91,10 @@ def _shortcut(
                 # Other types may do things of their own; a negative view and a tensor of zeros without memory are not what
                 # their memory holds.
                 kind = type(x)
-                if (kind not in PLAIN and not hasattr(kind, "headwise_device")) or x.is_neg() or x._is_zerotensor():
+                if kind in PLAIN:
+                    if x.is_neg() or x._is_zerotensor():
+                        return op(*args)
+                elif not hasattr(kind, "headwise_device"):
                     return op(*args)
                 gradient = gradient or x.requires_grad
         if gradient and torch.is_grad_enabled():

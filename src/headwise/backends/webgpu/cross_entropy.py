@@ -12,6 +12,14 @@ from headwise.backends.webgpu.runtime import Device
 from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region
 
+# Rows of a workgroup that has each to itself: the next one is read while one is written. Fewer of them fill a GPU evenly.
+MOST_TURNS = 8
+ENOUGH_GROUPS = 1024
+# bfloat16 is bound by instructions rather than memory. Up to so many classes, many small workgroups that read most of a row
+# twice, the second time from the cache, wait less than few that hold it in registers; longer rows would not stay there.
+WALKED_BY_FEW = 65536
+_FEW = rows.Tile(256, 256, 8, True)
+
 
 class _Options(NamedTuple):
     ignore_index: int
@@ -71,7 +79,7 @@ def _launch(
     if count == 0 or (width == 0 and losses is None):
         return
     x = rows.as_rows(device, logits) if width else logits.with_shape((count, 0), (0, 1))
-    at = rows.layout(device, rows.tile(device, width, rows.words(x.dtype)), x)
+    at = rows.layout(device, _tile(device, width, x.dtype), x)
     variant = {
         "targets": DTYPES[targets.dtype], "forward": losses is not None, "gradient": row_grads is not None,
         "cap": options.softcap is not None, "smooth": options.label_smoothing > 0,
@@ -89,4 +97,23 @@ def _launch(
         (options.ignore_index >> 32) & 0xFFFFFFFF, options.label_smoothing, options.z_loss, options.softcap or 1.0,
     )  # fmt: skip
     y = None if dlogits is None else dlogits.with_shape((count, width))
-    rows.run(device, "cross_entropy", at, parameters, variant, {"logits": x}, "dlogits", y, sides)
+    for first, length in rows.pieces(device, x, *(() if y is None else (y,))):
+        groups = _groups(length, at.tile)
+        rows.run_piece(
+            device, "cross_entropy", at, first, length, groups, (groups, *parameters), variant, {"logits": x}, "dlogits", y,
+            sides,
+        )  # fmt: skip
+
+
+def _tile(device: Device, width: int, dtype: torch.dtype) -> rows.Tile:
+    tile = rows.tile(device, width, rows.softmax_words(dtype))
+    if dtype == torch.bfloat16 and tile.lanes > rows.THREADS and width <= WALKED_BY_FEW:
+        return _FEW
+    return tile
+
+
+def _groups(count: int, tile: rows.Tile) -> int:
+    """Workgroups: of several rows each where a row has all threads, as long as there are many workgroups."""
+    if tile.rows > 1:
+        return -(-count // tile.rows)
+    return -(-count // max(1, min(MOST_TURNS, count // ENOUGH_GROUPS)))

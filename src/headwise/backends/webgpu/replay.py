@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from headwise.backends.webgpu.runtime import Device, Kernel, Trace
-from headwise.backends.webgpu.storage import Region, Storage
+from headwise.backends.webgpu.runtime import Device, Kernel, Prepared, Trace
+from headwise.backends.webgpu.storage import Region, Storage, contiguous_strides
 
 _MOST_KEPT = 4096
 
@@ -22,30 +22,44 @@ class _Dispatch(NamedTuple):
     bound: tuple[tuple[int, int, int], ...]  # (which storage, first byte, bytes)
 
 
-class _Result(NamedTuple):
-    storage: int
+class Result(NamedTuple):
+    storage: int  # which
     like: Region
+    plain: bool  # contiguous, from the beginning of its memory
 
 
-class Plan(NamedTuple):
-    sizes: tuple[int, ...]  # bytes of every allocation
-    dispatches: tuple[_Dispatch, ...]
-    results: tuple[_Result, ...]
-    kind: type | None  # of a sequence of results; None: one alone
+class Plan:
+    """What a launcher did: what it allocated, what it dispatched, what it gave back."""
 
-    def replay(self, device: Device, storages: list[Storage]) -> list[Region]:
-        """``storages``: those of the arguments. The new regions, in the order of the results."""
-        take = device.pool.take
+    __slots__ = ("dispatches", "kind", "results", "sizes")
+
+    def __init__(
+        self,
+        sizes: tuple[int, ...],  # of every buffer it took
+        dispatches: tuple[_Dispatch, ...],
+        results: tuple[Result, ...],
+        kind: type | None,  # of a sequence of results; None: one alone
+    ) -> None:
+        self.sizes, self.dispatches, self.results, self.kind = sizes, dispatches, results, kind
+
+    def replay(self, device: Device, storages: list[Storage]) -> None:
+        """``storages``: those of the arguments; what is taken is appended."""
+        take = device.pool.take_again
         for size in self.sizes:
             storages.append(take(size))
-        for kernel, groups, data, bound in self.dispatches:
-            bindings = []
-            for which, first, size in bound:
-                storage = storages[which]
-                device.touch(storage)
-                bindings.append((storage.buffer, first, size))
-            device.dispatch(kernel, groups, data, bindings)
-        return [result.like.on(storages[result.storage]) for result in self.results]
+        # Memory comes back from the pool in the order it went there: what is bound here was bound together before.
+        key = (self, *[storage.buffer for storage in storages])
+        prepared = device.prepared.get(key)
+        if prepared is None:
+            prepared = device.keep_prepared(key, [self._prepare(device, one, storages) for one in self.dispatches])
+        device.dispatch_prepared(prepared)
+        recording = device.recording
+        for storage in storages:
+            storage.last_use = recording
+
+    def _prepare(self, device: Device, dispatch: _Dispatch, storages: list[Storage]) -> Prepared:
+        bound = [(storages[which].buffer, first, size) for which, first, size in dispatch.bound]
+        return device.prepare(dispatch.kernel, dispatch.groups, dispatch.data, bound)
 
 
 def plan_of(trace: Trace, given: list[Storage], results: Any) -> Plan | None:
@@ -66,9 +80,14 @@ def plan_of(trace: Trace, given: list[Storage], results: Any) -> Plan | None:
             _Dispatch(kernel, groups, data, tuple((places[id(s)], first, size) for s, first, size in bound))
             for kernel, groups, data, bound in trace.dispatches
         ),
-        tuple(_Result(places[id(region.storage)], region.on(None)) for region in made),
+        tuple(_result(places[id(region.storage)], region) for region in made),
         None if one else type(results),
     )
+
+
+def _result(storage: int, region: Region) -> Result:
+    plain = region.offset == 0 and region.strides == contiguous_strides(region.shape)
+    return Result(storage, region.on(None), plain)
 
 
 def keep(device: Device, key: Any, plan: Plan) -> None:

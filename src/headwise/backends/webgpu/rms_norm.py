@@ -18,13 +18,15 @@ from headwise.backends.webgpu.storage import Region
 
 # More shares of dweight fill the machine more evenly, and are more to add up.
 MOST_GROUPS = 1024
-ROWS_PER_SHARE = 16
+ROWS_PER_SHARE = 64
 FEWEST_SHARES = 256  # where there are as many rows
 ACROSS = 8  # vectors of columns that a workgroup adds up
 UNROLL = 4  # rows of long ones that are read at once
+MOST_WITH_SPARE = 4  # vectors of a thread that leave registers for the weight and, of 16 bits, a second row ahead
 _WIDEST_PARTS = 1 << 26  # bytes of all shares
 
 _COLUMNS = rows.Tile(256, 256, 1, False)
+_MEAN_ONLY = {"mean_only": True, "keeps_gain": False, "two_ahead": False}
 
 
 @launcher
@@ -98,13 +100,16 @@ def rms_norm_backward(
     if tile.walks:
         sides["mean"] = device.empty((count,), torch.float32)
         rows.run(
-            device, "rms_norm_backward", at, (weight_offset, 0, 0), variant | {"mean_only": True}, {"x": flat, "g": g}, "",
-            None, sides,
+            device, "rms_norm_backward", at, (weight_offset, 0, 0), variant | _MEAN_ONLY,
+            {"x": flat, "g": g}, "", None, sides,
         )  # fmt: skip
         at = rows.layout(device, _COLUMNS, flat, g)
         name, variant = "rms_norm_columns", variant | {"unroll": UNROLL}
     else:
-        name, variant = "rms_norm_backward", variant | {"mean_only": False}
+        few = tile.held <= MOST_WITH_SPARE
+        name, variant = "rms_norm_backward", variant | {
+            "mean_only": False, "keeps_gain": few and weight is not None, "two_ahead": few and x.dtype.itemsize == 2,
+        }  # fmt: skip
     shares = _shares(device, count, width, at.tile.rows)
     grid = (-(-width // 1024), shares) if tile.walks else -(-shares // at.tile.rows)
     if weight is not None:

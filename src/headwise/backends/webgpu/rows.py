@@ -75,6 +75,11 @@ def words(dtype: torch.dtype, tensors: int = 1) -> int:
     return dtype.itemsize * tensors
 
 
+def softmax_words(dtype: torch.dtype) -> int:
+    """The same where the highest value is looked for first: until it is known, values wait as float32."""
+    return max(4, words(dtype))
+
+
 def as_rows(device: Device, x: Region) -> Region:
     """x ``(…, width)`` as ``(rows, width)``, the elements of a row side by side; copied only where strides ask for it."""
     width = x.shape[-1]
@@ -140,6 +145,7 @@ def layout(device: Device, chosen: Tile, *matrices: Region) -> Layout:
     variant = {
         "dtype": DTYPES[dtype], "lanes": chosen.lanes, "threads": chosen.threads, "held": chosen.held,
         "walks": chosen.walks, "subgroup": device.capabilities.subgroup_size, "aligned": aligned, "seams": seams,
+        "whole": aligned and width > 0 and width % (4 * chosen.lanes * chosen.held) == 0,
     }  # fmt: skip
     unit = 4 if aligned else 1
     strides = tuple(x.strides[0] // unit if rows > 1 else 0 for x in matrices)

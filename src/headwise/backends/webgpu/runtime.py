@@ -60,6 +60,10 @@ class Kernel:
         return id(self)
 
 
+# A dispatch with all it needs: kernel, bind group, workgroups.
+Prepared = tuple[Kernel, Any, tuple[int, ...]]
+
+
 class Trace:
     """What a launcher does to the device, while it is traced."""
 
@@ -86,12 +90,13 @@ class Device:
         self._encoder: Any = None
         self._pass: Any = None
         self._record: passes.Record  # into the open pass
-        self._recording = 0  # number of the command buffer that is being recorded
+        self.recording = 0  # number of the command buffer that is being recorded
         self._recorded = 0  # dispatches in it
         self._timer: _Timer | None = None
         self._bound_kernel: Kernel | None = None  # in the open pass
         self.trace: Trace | None = None
         self.plans: dict[Any, Any] = {}  # how to do a call again: see replay.py
+        self.prepared: dict[Any, list[Prepared]] = {}  # what such a call dispatches, by what it binds
         if given is None and self.capabilities.tier >= "C":
             self.capabilities = self._with_subgroups_tried(self.capabilities)
 
@@ -166,31 +171,46 @@ class Device:
             bound.append(binding)
             starts.append(start)
             storages.append(region.storage)
-            region.storage.last_use = self._recording
+            region.storage.last_use = self.recording
         data = source.pack(parameters, starts)
         if self.trace is not None:
             traced = [(storage, first, size) for storage, (_, first, size) in zip(storages, bound, strict=True)]
             self.trace.dispatches.append((kernel, groups, data, traced))
         self.dispatch(kernel, groups, data, bound)
 
-    def touch(self, storage: Storage) -> None:
-        """The command buffer that is being recorded uses this memory."""
-        storage.last_use = self._recording
-
     def dispatch(self, kernel: Kernel, groups: tuple[int, ...], data: bytes, bound: list[tuple[Any, int, int]]) -> None:
         """Record one dispatch of what is bound already, with packed parameters."""
+        self.dispatch_prepared([self.prepare(kernel, groups, data, bound)])
+
+    def prepare(
+        self, kernel: Kernel, groups: tuple[int, ...], data: bytes, bound: list[tuple[Any, int, int]]
+    ) -> Prepared:
         key = (kernel, data, *bound)
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = self._bind_group(kernel, data, bound)
-        if self._pass is None:
-            self._begin_pass()
-        self._record(None if kernel is self._bound_kernel else kernel.pipeline, group, groups)
-        self._bound_kernel = kernel
-        self.counts.dispatches += 1
-        self._recorded += 1
-        if self._recorded >= _MOST_RECORDED:
-            self.flush()
+        return kernel, group, groups
+
+    def keep_prepared(self, key: Any, dispatches: list[Prepared]) -> list[Prepared]:
+        if len(self.prepared) >= _MOST_CACHED:
+            self.prepared.clear()
+        self.prepared[key] = dispatches
+        return dispatches
+
+    def dispatch_prepared(self, dispatches: list[Prepared]) -> None:
+        """Record dispatches."""
+        for kernel, group, groups in dispatches:
+            if self._pass is None:
+                self._begin_pass()
+            if kernel is self._bound_kernel:
+                self._record(None, group, groups)
+            else:
+                self._record(kernel.pipeline, group, groups)
+                self._bound_kernel = kernel
+            self._recorded += 1
+            if self._recorded >= _MOST_RECORDED:
+                self.flush()
+        self.counts.dispatches += len(dispatches)
 
     def _binding(self, region: Region, buffer: shaders.Buffer) -> tuple[tuple[Any, int, int], int]:
         """What to bind, as (buffer, offset, size), and where in it the region begins, in items of the shader's array."""
@@ -214,6 +234,7 @@ class Device:
         if len(self._groups) >= _MOST_CACHED:
             self._groups.clear()
             self._parameters.clear()
+            self.prepared.clear()
         uniform = self._parameters.get(data)
         if uniform is None:
             uniform = self.gpu.create_buffer_with_data(data=data, usage=wgpu.BufferUsage.UNIFORM)
@@ -247,7 +268,7 @@ class Device:
             return
         encoder = self._encode_outside_a_pass()
         self._encoder = None
-        self._recording += 1
+        self.recording += 1
         self._recorded = 0
         self.gpu.queue.submit([encoder.finish()])
         self.counts.submissions += 1
@@ -295,7 +316,7 @@ class Device:
         nbytes = data.nbytes
         if nbytes == 0:
             return
-        if storage.last_use == self._recording:
+        if storage.last_use == self.recording:
             self.flush()  # a write is done before the next submission, and this memory is still being read by it
         if nbytes % 4:
             data = np.concatenate([data, np.zeros(4 - nbytes % 4, np.uint8)])
@@ -483,7 +504,7 @@ def forget(lost: Device | None = None) -> None:
 
 
 class _ExplainedLoss:
-    """Turns the errors of a device that went away into one that says what to do. A class: calls enter it often."""
+    """Turns the errors of a device that went away into one that says what to do."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -492,6 +513,11 @@ class _ExplainedLoss:
         pass
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if error is not None:
+            self.explain(error)
+
+    def explain(self, error: BaseException) -> None:
+        """Raises, if the device is lost; else the error may go its way."""
         if not isinstance(error, (wgpu.GPUError, RuntimeError)) or isinstance(error, DeviceLost):
             return
         if "lost" not in str(error).lower():

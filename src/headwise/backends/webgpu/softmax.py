@@ -25,7 +25,8 @@ def _softmax(device: Device, inputs: dict[str, Region]) -> Region:
         return y
     matrices = {name: rows.as_rows(device, x) for name, x in inputs.items()}
     width = first.shape[-1]
-    tile = rows.tile(device, width, rows.words(first.dtype, len(inputs)))
+    words = rows.words(first.dtype, 2) if len(inputs) == 2 else rows.softmax_words(first.dtype)
+    tile = rows.tile(device, width, words)
     at = rows.layout(device, tile, *matrices.values())
     result = y.with_shape((at.rows, width))
     rows.run(device, "softmax", at, (), {"backward": len(inputs) == 2}, matrices, "y", result, {})

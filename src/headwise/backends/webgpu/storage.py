@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,6 +47,9 @@ class Pool:
         self.allocated = 0  # bytes, in use and free
 
     def take(self, nbytes: int) -> Storage:
+        return self.take_again(self._size_of(nbytes))
+
+    def _size_of(self, nbytes: int) -> int:
         size = _size_class(nbytes)
         if size > self._most:
             size = (nbytes + 255) // 256 * 256
@@ -54,15 +58,19 @@ class Pool:
                 f"a tensor of {nbytes} bytes is larger than one buffer may be on {self._what_most}: "
                 f"{self._most} bytes. Split the batch, or use backend='cpu'"
             )
-        self._collect()
+        return size
+
+    def take_again(self, size: int) -> Storage:
+        """A buffer of a size that an earlier one has."""
+        if self.returned:
+            self._collect()
         free = self._free[size]
         if free:
             buffer, last_use = free.pop()
-        else:
-            buffer, last_use = self._allocate(size), -1
-        storage = Storage(self, buffer, size)
-        storage.last_use = last_use
-        return storage
+            storage = Storage(self, buffer, size)
+            storage.last_use = last_use
+            return storage
+        return Storage(self, self._allocate(size), size)
 
     def _allocate(self, size: int) -> Any:
         try:
@@ -105,6 +113,21 @@ def _size_class(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
+_numbers: dict[tuple[Any, ...], int] = {}
+_next_number = itertools.count()
+_MOST_NUMBERS = 16384
+
+
+def _numbered(layout: tuple[Any, ...]) -> int:
+    """The number of a layout. One that was forgotten gets another number, and no number is given twice."""
+    number = _numbers.get(layout)
+    if number is None:
+        if len(_numbers) >= _MOST_NUMBERS:
+            _numbers.clear()
+        number = _numbers[layout] = next(_next_number)
+    return number
+
+
 class Region:
     """A strided view of a storage: what a kernel's argument is. Offset and strides count elements."""
 
@@ -115,14 +138,14 @@ class Region:
     ) -> None:
         self.storage, self.dtype, self.offset = storage, dtype, offset
         self.shape, self.strides = tuple(shape), tuple(strides)
-        self._key: tuple[Any, ...] | None = None
+        self._key: int | None = None
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        """All that a launcher may know of it."""
+    def key(self) -> int:
+        """A number for all that a launcher may know of it: those of two regions are equal only where these are."""
         if self._key is None:
             size = 0 if self.storage is None else self.storage.size
-            self._key = (self.dtype, self.shape, self.strides, self.offset, size)
+            self._key = _numbered((self.dtype, self.shape, self.strides, self.offset, size))
         return self._key
 
     def on(self, storage: Storage | None) -> Region:

@@ -9,13 +9,15 @@
 // and total are kept, not lse: at an lse of 100 its own rounding would cost the gradient two digits.
 //
 // A row is read into registers whole, or walked: forwards for its statistics, the last part kept, then backwards for the
-// gradient, so that the second reading meets the cache. Nothing of the size of the logits is stored but the gradient. A row
-// whose target is ignored is 0 throughout, and is not read where a workgroup has it to itself; a target out of range makes
-// its row NaN. How rows lie on threads: rows.wgsl.
+// gradient, so that the second reading meets the cache. Nothing of the size of the logits is stored but the gradient. A
+// workgroup that has a row to itself takes several, `groups` apart, and the next one is on its way while the gradient of this
+// one is written. A row whose target is ignored is 0 throughout, and such a workgroup does not read it; a target out of range
+// makes its row NaN. How rows lie on threads: rows.wgsl.
 //
 // variables: targets (their dtype), forward, gradient (what is written), cap, smooth (is there a softcap, a label smoothing?),
 // and those of rows.wgsl
 {% import "rows.wgsl" as rows with context %}
+{% set alone = lanes == threads %}{# a workgroup has a row to itself #}
 {{ rows.read("logits") }}
 {{ input("targets", "u64" if targets == "i64" else "i32", 1) }}
 {% if gradient %}
@@ -30,13 +32,13 @@
 {% if gradient %}
 {{ rows.write("dlogits") }}
 {% endif %}
-{{ params(rows.fields("logits") ~ ", grad_stride: u32, ignored_low: u32, ignored_high: u32, smoothing: f32, z_loss: f32, softcap: f32") }}
+{{ params(rows.fields("logits") ~ ", groups: u32, grad_stride: u32, ignored_low: u32, ignored_high: u32, smoothing: f32, z_loss: f32, softcap: f32") }}
 {{ rows.places() }}
 {{ rows.reader("logits") }}
 {% if gradient %}
 {{ rows.writer("dlogits") }}
 {% endif %}
-{{ rows.softmax() }}
+{{ rows.softmax(exact=cap) }}
 {% if smooth and forward %}
 fn add(a: f32, b: f32) -> f32 { return a + b; }
 {{ rows.reduction("row_sum", "f32", "add") }}
@@ -51,6 +53,8 @@ fn target_words(row: u32) -> vec2<u32> {
     return vec2<u32>(bitcast<u32>(target_class), bitcast<u32>(target_class >> 31u));
 {% endif %}
 }
+
+fn is_ignored(words: vec2<u32>) -> bool { return words.x == params.ignored_low && words.y == params.ignored_high; }
 
 {% if cap %}
 // c · tanh(x / c) by way of exp(-2|u|), which cannot overflow; a polynomial where u is small and digits would go.
@@ -67,65 +71,57 @@ fn capped(x: vec4<f32>) -> vec4<f32> {
 fn capped(x: vec4<f32>) -> vec4<f32> { return x; }
 {% endif %}
 
-{% macro load(chunk) %}
-{% for k in range(held) %}
-    let x{{ k }} = raw_logits(row, {{ chunk }} + {{ k }}u, lane);
-{% endfor %}
-{% endmacro %}
+{% if gradient %}
+// The gradient, less `away`, of four logits of a row.
+fn slope(logits: Raw, highest: f32, factor: f32, away: vec4<f32>) -> vec4<f32> {
+    let z = capped(values_of(logits));
+    let d = factor * powers(z, highest) - away;
+{% if cap %}
+    let t = z / params.softcap;
+    return d * (1.0 - t * t);
+{% else %}
+    return d;
+{% endif %}
+}
+{% endif %}
 
-{% macro fold(chunk) %}
+{% macro fold(chunk, ahead) %}
 {% for k in range(held) %}
     let inside{{ k }} = inside(row, {{ chunk }} + {{ k }}u, lane);
-    let z{{ k }} = select(vec4<f32>(nothing), capped(values_of(x{{ k }})), inside{{ k }});
+    let z{{ k }} = select(vec4<f32>(nothing), capped(values_of(logits{{ k }})), inside{{ k }});
 {% if smooth %}
     plain += sum_of(select(vec4<f32>(0.0), z{{ k }}, inside{{ k }}));
 {% endif %}
 {% endfor %}
-    {{ rows.fold_softmax() }}
+{{ rows.fold_softmax("logits", ahead) }}
 {% endmacro %}
 
-{% macro finish(chunk) %}
+{% macro finish(chunk, ahead, write) %}
     if (there) {
 {% for k in range(held) %}
-        let z{{ k }} = capped(values_of(x{{ k }}));
-        var d{{ k }} = factor * powers(z{{ k }}, stat.x){{ " - at_all" if smooth }};
 {% if aligned %}
-        if (({{ chunk }} + {{ k }}u) * {{ lanes }}u + lane == target_class / 4u) { d{{ k }} -= at_target; }
+        let d{{ k }} = slope(logits{{ k }}, stat.x, factor, vec4<f32>(at_all));
 {% else %}
-        d{{ k }} -= select(vec4<f32>(0.0), vec4<f32>(at_one), columns_of(row, {{ chunk }} + {{ k }}u, lane) == vec4<i32>(i32(target_class)));
+        let hit{{ k }} = columns_of(row, {{ chunk }} + {{ k }}u, lane) == vec4<i32>(i32(target_class));
+        let away{{ k }} = at_all + select(vec4<f32>(0.0), vec4<f32>(at_one), hit{{ k }});
+        let d{{ k }} = slope(logits{{ k }}, stat.x, factor, away{{ k }});
 {% endif %}
-{% if cap %}
-        let t{{ k }} = z{{ k }} / params.softcap;
-        d{{ k }} *= 1.0 - t{{ k }} * t{{ k }};
-{% endif %}
-{% if lanes < threads %}
-        d{{ k }} = select(d{{ k }}, vec4<f32>(0.0), ignored);
-{% endif %}
-        write_dlogits(row, {{ chunk }} + {{ k }}u, lane, d{{ k }});
+        {{ write }}_dlogits(row, {{ chunk }} + {{ k }}u, lane, {{ "d%d" % k if alone else "select(d%d, vec4<f32>(0.0), ignored)" % k }});
+{{ rows.refill(["logits"], k, ahead) }}
 {% endfor %}
     }
 {% endmacro %}
 
-{{ rows.entry() }}
-{{ rows.row_of_thread() }}
-    let words = target_words(row);
+{# All that is done with a row; its first part (its last one, where only the gradient is wanted) is in registers. #}
+{% macro work(ahead) %}
     let known = words.y == 0u && words.x < params.width;
-    let ignored = words.x == params.ignored_low && words.y == params.ignored_high;
     let outside = !known && !ignored;
     let target_class = select(0u, words.x, known);
-{% if lanes == threads %}
-    if (ignored) {
-{% if forward %}
-        if (thread == 0u) {
-            store_losses(row, 0.0);
-            store_stats(row, vec2<f32>(0.0));
-        }
-{% endif %}
-{% if gradient %}
-        for (var chunk = 0u; chunk < params.blocks * {{ held }}u; chunk++) { write_dlogits(row, chunk, lane, vec4<f32>(0.0)); }
-{% endif %}
-        return;
-    }
+{% if aligned %}
+    // The vector of the target, and the thread that has it.
+    let target_chunk = target_class / {{ 4 * lanes }}u;
+    let target_lane = target_class / 4u % {{ lanes }}u;
+    let target_logits = raw_logits(row, target_chunk, target_lane);
 {% endif %}
 {% if forward %}
     let nothing = negative_infinity();
@@ -133,14 +129,18 @@ fn capped(x: vec4<f32>) -> vec4<f32> { return x; }
 {% if smooth %}
     var plain = 0.0;
 {% endif %}
-{{ rows.forwards(load, fold) }}
+{{ rows.forwards(fold, "" if gradient else ahead) }}
     let stat = row_softmax(state, thread);
 {% if smooth %}
     let mean = row_sum(plain, thread) / f32(params.width);
 {% endif %}
     if (there && lane == 0u) {
         let log_total = log(stat.y);
+{% if aligned %}
+        let at_target = capped(values_of(target_logits))[target_class % 4u];
+{% else %}
         let at_target = capped(vec4<f32>(element_logits(row, target_class))).x;
+{% endif %}
         var loss = {{ "(1.0 - params.smoothing) * " if smooth }}(log_total + (stat.x - at_target));
 {% if smooth %}
         loss += params.smoothing * (log_total + (stat.x - mean));
@@ -152,19 +152,70 @@ fn capped(x: vec4<f32>) -> vec4<f32> { return x; }
     }
 {% else %}
     let stat = load_stats(row);
-    let last = (params.blocks - 1u) * {{ held }}u;
-{{ load("last") }}
 {% endif %}
 {% if gradient %}
     let grad = select(load_row_grads(row * params.grad_stride), not_a_number(), outside);
-    let factor = grad / stat.y * (1.0 + 2.0 * params.z_loss * (stat.x + log(stat.y)));
+    let factor = grad * unit(stat.x) / stat.y * (1.0 + 2.0 * params.z_loss * (stat.x + log(stat.y)));
     let at_one = grad{{ " * (1.0 - params.smoothing)" if smooth }};
 {% if smooth %}
     let at_all = grad * params.smoothing / f32(params.width);
+{% else %}
+    let at_all = 0.0;
 {% endif %}
+{{ rows.backwards(finish, "is_finite(factor)", ahead) }}
 {% if aligned %}
-    let at_target = select(vec4<f32>(0.0), vec4<f32>(at_one), vec4<u32>(target_class % 4u) == vec4<u32>(0u, 1u, 2u, 3u));
+    // One thread writes one vector again, rather than all of them ask for each of theirs whether the target is in it.
+    if (there && !ignored && lane == target_lane) {
+        let hit = vec4<u32>(target_class % 4u) == vec4<u32>(0u, 1u, 2u, 3u);
+        let away = at_all + select(vec4<f32>(0.0), vec4<f32>(at_one), hit);
+        write_dlogits(row, target_chunk, lane, slope(target_logits, stat.x, factor, away));
+    }
 {% endif %}
-{{ rows.backwards(load, finish) }}
+{% endif %}
+{% endmacro %}
+
+{% set begin = "0u" if forward else "(params.blocks - 1u) * %du" % held %}{# the part of a row that is worked on first #}
+{{ rows.entry() }}
+{% if alone %}
+    let lane = thread;
+    let there = true;
+    let ignored = false;
+    let first_row = group.x + group.y * groups.x;
+    if (first_row >= params.groups) { return; }
+{% for k in range(held) %}
+    var logits{{ k }}: Raw;
+{% endfor %}
+    if (!is_ignored(target_words(first_row))) {
+{% for k in range(held) %}
+{{ rows.refill(["logits"], k, "first_row, " ~ begin) }}
+{% endfor %}
+    }
+    for (var row = first_row; row < params.rows; row += params.groups) {
+        let words = target_words(row);
+        let next_row = row + params.groups;
+        let goes_on = next_row < params.rows && !is_ignored(target_words(min(next_row, params.rows - 1u)));
+        if (is_ignored(words)) {
+{% if forward %}
+            if (thread == 0u) {
+                store_losses(row, 0.0);
+                store_stats(row, vec2<f32>(0.0));
+            }
+{% endif %}
+{% if gradient %}
+            for (var chunk = 0u; chunk < params.blocks * {{ held }}u; chunk++) { write_dlogits(row, chunk, lane, vec4<f32>(0.0)); }
+{% endif %}
+{% for k in range(held) %}
+{{ rows.refill(["logits"], k, "next_row, " ~ begin) }}
+{% endfor %}
+        } else {
+{{ work("next_row, " ~ begin) }}
+        }
+    }
+{% else %}
+{{ rows.row_of_thread() }}
+    let words = target_words(row);
+    let ignored = is_ignored(words);
+{{ rows.load(["logits"], "row, 0u") }}
+{{ work("") }}
 {% endif %}
 }

@@ -4,7 +4,7 @@
 //   x        (N,)   losses of the rows; or (1,), the gradient of the loss
 //   y        (1,)   sum of x, or x itself; divided by the number of rows that count, where `mean`
 //
-// One workgroup, in a fixed order: threads take every 256th row, and their sums meet in a tree.
+// One workgroup, in a fixed order: threads take every 256th row, four of them at once, and their sums meet in a tree.
 //
 // variables: targets, a dtype; mean; gradient
 {{ input("targets", "u64" if targets == "i64" else "i32", 1) }}
@@ -28,14 +28,29 @@ fn is_ignored(row: u32) -> bool {
 fn main(@builtin(local_invocation_index) thread: u32) {
     var sum = 0.0;
     var count = 0u;
-    for (var row = thread; row < params.rows; row += 256u) {
+{% if mean or not gradient %}
+    for (var first = thread; first < params.rows; first += 1024u) {
+        // All loads before the first use: four rows are on their way from memory at once.
+{% for k in range(4) %}
+        let there{{ k }} = first + {{ 256 * k }}u < params.rows;
+        let row{{ k }} = select(first, first + {{ 256 * k }}u, there{{ k }});
 {% if not gradient %}
-        sum += load_x(row);
+        let x{{ k }} = load_x(row{{ k }});
 {% endif %}
 {% if mean %}
-        count += select(1u, 0u, is_ignored(row));
+        let counts{{ k }} = there{{ k }} && !is_ignored(row{{ k }});
 {% endif %}
+{% endfor %}
+{% for k in range(4) %}
+{% if not gradient %}
+        sum += select(0.0, x{{ k }}, there{{ k }});
+{% endif %}
+{% if mean %}
+        count += select(0u, 1u, counts{{ k }});
+{% endif %}
+{% endfor %}
     }
+{% endif %}
     sums[thread] = sum;
     counts[thread] = count;
     workgroupBarrier();

@@ -25,23 +25,19 @@
 {% endif %}
 {{ rows.sums() }}
 
-{% macro load(chunk) %}
-{% for k in range(held) %}
-    let x{{ k }} = raw_x(row, {{ chunk }} + {{ k }}u, lane);
-{% endfor %}
-{% endmacro %}
-
-{% macro fold(chunk) %}
+{% macro fold(chunk, ahead) %}
 {% for k in range(held) %}
     let v{{ k }} = select(vec4<f32>(0.0), values_of(x{{ k }}), inside(row, {{ chunk }} + {{ k }}u, lane));
     squares += sum_of(v{{ k }} * v{{ k }});
+{{ rows.refill(["x"], k, ahead) }}
 {% endfor %}
 {% endmacro %}
 
-{% macro finish(chunk) %}
+{% macro finish(chunk, ahead, write) %}
     if (there) {
 {% for k in range(held) %}
-        write_y(row, {{ chunk }} + {{ k }}u, lane, values_of(x{{ k }}) * r * gain_of(row, {{ chunk }} + {{ k }}u, lane));
+        {{ write }}_y(row, {{ chunk }} + {{ k }}u, lane, values_of(x{{ k }}) * r * gain_of(row, {{ chunk }} + {{ k }}u, lane));
+{{ rows.refill(["x"], k, ahead) }}
 {% endfor %}
     }
 {% endmacro %}
@@ -49,10 +45,11 @@
 {{ rows.entry() }}
 {{ rows.row_of_thread() }}
     var squares = 0.0;
-{{ rows.forwards(load, fold) }}
+{{ rows.load(["x"], "row, 0u") }}
+{{ rows.forwards(fold) }}
     let r = inverseSqrt(row_sum(squares, thread) / f32(params.width) + params.eps);
     if (there && lane == 0u) { store_rstd(row, r); }
 {% if normalises %}
-{{ rows.backwards(load, finish) }}
+{{ rows.backwards(finish, "") }}
 {% endif %}
 }

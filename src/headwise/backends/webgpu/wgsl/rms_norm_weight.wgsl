@@ -4,7 +4,7 @@
 //   sums   (slices, vectors · 4), the sums of `each` rows
 //
 // grid: (blocks of {{ across }} vectors of columns, slices). Of a workgroup's threads, {{ 256 // across }} share a vector: they
-// take the rows of the slice in turns, and their sums are added in order.
+// take the rows of the slice in turns, and their sums meet in a tree.
 //
 // variables: dtype (of sums), across
 {% set down = 256 // across %}
@@ -31,8 +31,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     for (; row < end; row += {{ down }}u) { sum += load_parts(row * params.vectors + column); }
     of_threads[thread] = sum;
     workgroupBarrier();
-    if (thread < {{ across }}u && vector < params.vectors) {
-        for (var i = 1u; i < {{ down }}u; i++) { sum += of_threads[thread + i * {{ across }}u]; }
-        store_sums(group.y * params.vectors + vector, sum);
+    for (var half = 128u; half >= {{ across }}u; half /= 2u) {
+        if (thread < half) { of_threads[thread] += of_threads[thread + half]; }
+        workgroupBarrier();
     }
+    if (thread < {{ across }}u && vector < params.vectors) { store_sums(group.y * params.vectors + vector, of_threads[thread]); }
 }

@@ -11,7 +11,7 @@
   Template variables (rows.py makes them): dtype; lanes, threads that share a row; threads, of a workgroup, which so has
   threads / lanes rows; held, vectors of four elements that a thread keeps in registers, in the packed form `Raw` they have
   in memory; walks, whether a row is longer than lanes · held vectors; subgroup, smallest size of a subgroup, 0 for none;
-  aligned; seams.
+  aligned; seams; whole, whether aligned rows fill their threads, so that none need ask whether its vectors are inside.
 
   A row is cut into chunks of `lanes` vectors, one for each thread of it. Aligned rows (all begin at a multiple of four
   elements and are multiples of four long) are read and written a vector at a time. In others the threads take single
@@ -48,7 +48,11 @@ fn values_of(raw: Raw) -> vec4<f32> { return vec4<f32>(unpack_{{ dtype }}(raw.x)
 fn columns_of(row: u32, chunk: u32, lane: u32) -> vec4<i32> {
     return i32((chunk * {{ lanes }}u + lane) * 4u) + vec4<i32>(0, 1, 2, 3);
 }
+{% if whole %}
+fn inside(row: u32, chunk: u32, lane: u32) -> bool { return true; }
+{% else %}
 fn inside(row: u32, chunk: u32, lane: u32) -> bool { return (chunk * {{ lanes }}u + lane) * 4u < params.width; }
+{% endif %}
 {% elif dtype == "f32" %}
 fn columns_of(row: u32, chunk: u32, lane: u32) -> vec4<i32> {
     return i32(chunk * {{ 4 * lanes }}u + lane) + vec4<i32>(0, {{ lanes }}, {{ 2 * lanes }}, {{ 3 * lanes }});
@@ -68,6 +72,13 @@ fn inside(row: u32, chunk: u32, lane: u32) -> vec4<bool> {
 }
 {% endif %}
 
+{% if dtype == "bf16" and aligned %}
+// Two numbers of which neither is NaN, to nearest even: half the instructions of pack_bf16, which asks.
+fn finite_bits(x: f32) -> u32 { let bits = bitcast<u32>(x); return bits + 0x7fffu + extractBits(bits, 16u, 1u); }
+fn pack_finite(value: vec2<f32>) -> u32 { return (finite_bits(value.x) >> 16u) | (finite_bits(value.y) & 0xffff0000u); }
+{% endif %}
+fn is_finite(x: f32) -> bool { return (bitcast<u32>(x) & 0x7f800000u) != 0x7f800000u; }
+
 // Infinity and NaN, which no WGSL constant may be. A variable is no constant.
 fn negative_infinity() -> f32 { var bits = 0xff800000u; return bitcast<f32>(bits); }
 fn not_a_number() -> f32 { var bits = 0x7fc00000u; return bitcast<f32>(bits); }
@@ -76,7 +87,11 @@ fn not_a_number() -> f32 { var bits = 0x7fc00000u; return bitcast<f32>(bits); }
 {% macro reader(name) %}
 {% if aligned %}
 fn raw_{{ name }}(row: u32, chunk: u32, lane: u32) -> Raw {
+{% if whole %}
+    let vector = chunk * {{ lanes }}u + lane;
+{% else %}
     let vector = min(chunk * {{ lanes }}u + lane, max(params.width / 4u, 1u) - 1u);
+{% endif %}
     return {{ name }}[params.{{ name }}_start + row * params.{{ name }}_stride + vector];
 }
 fn element_{{ name }}(row: u32, column: u32) -> f32 {
@@ -112,6 +127,14 @@ fn element_{{ name }}(row: u32, column: u32) -> f32 { return load_{{ name }}(row
 fn write_{{ name }}(row: u32, chunk: u32, lane: u32, values: vec4<f32>) {
     if (inside(row, chunk, lane)) { store_{{ name }}(row * (params.width / 4u) + chunk * {{ lanes }}u + lane, values); }
 }
+{% if dtype == "bf16" %}
+fn write_finite_{{ name }}(row: u32, chunk: u32, lane: u32, values: vec4<f32>) {
+    if (inside(row, chunk, lane)) {
+        let at = params.{{ name }}_start + row * (params.width / 4u) + chunk * {{ lanes }}u + lane;
+        {{ name }}[at] = vec2<u32>(pack_finite(values.xy), pack_finite(values.zw));
+    }
+}
+{% endif %}
 {% elif dtype == "f32" %}
 fn write_{{ name }}(row: u32, chunk: u32, lane: u32, values: vec4<f32>) {
     let column = vec4<u32>(columns_of(row, chunk, lane));
@@ -139,6 +162,13 @@ fn write_{{ name }}(row: u32, chunk: u32, lane: u32, values: vec4<f32>) {
 {% endif %}
 {% endmacro %}
 
+{# `value`, combined over `across` neighbouring threads of a subgroup; all of them get the result. #}
+{% macro exchange(across, combine) %}
+{% for reach in (1, 2, 4, 8, 16, 32, 64) if reach < across %}
+    value = {{ combine }}(value, subgroupShuffleXor(value, {{ reach }}u));
+{% endfor %}
+{% endmacro %}
+
 {#
   A function that combines one value of each thread of a row, in a fixed order; every thread gets the result. To be called
   by all threads of the workgroup. `combine` names a function of two values.
@@ -154,16 +184,19 @@ var<workgroup> {{ name }}_sums: array<{{ type }}, {{ threads // 16 }}>;
 fn {{ name }}(mine: {{ type }}, thread: u32) -> {{ type }} {
     var value = mine;
 {% if subgroup %}
-{% for reach in (1, 2, 4, 8, 16, 32, 64) if reach < subgroup and reach < lanes %}
-    value = {{ combine }}(value, subgroupShuffleXor(value, {{ reach }}u));
-{% endfor %}
+{{ exchange([lanes, subgroup] | min, combine) }}
 {% if shared > 1 %}
     workgroupBarrier(); // the memory may still be read by an earlier call
     if (thread % {{ subgroup }}u == 0u) { {{ name }}_parts[thread / {{ subgroup }}u] = value; }
     workgroupBarrier();
-    let first = thread / {{ lanes }}u * {{ shared }}u;
+{% set across = [shared, subgroup] | min %}
+    // Each thread takes one part of its row, and its neighbours the others: all of them end with the whole.
+    let first = thread / {{ lanes }}u * {{ shared }}u + thread % {{ across }}u;
     value = {{ name }}_parts[first];
-    for (var i = 1u; i < {{ shared }}u; i++) { value = {{ combine }}(value, {{ name }}_parts[first + i]); }
+{% for i in range(1, shared // across) %}
+    value = {{ combine }}(value, {{ name }}_parts[first + {{ i * across }}u]);
+{% endfor %}
+{{ exchange(across, combine) }}
 {% endif %}
 {% elif shared > 16 %}
     // Two rounds: a sixteenth of the threads combine sixteen values each, then every thread combines theirs.
@@ -198,37 +231,125 @@ fn sum_of(values: vec4<f32>) -> f32 { return (values.x + values.y) + (values.z +
 {{ reduction("row_sum", "f32", "add") }}
 {% endmacro %}
 
+{# As `exchange`, of (highest, total). #}
+{% macro exchange_softmax(across) %}
+    {
+        var highest = value.x;
+{% for reach in (1, 2, 4, 8, 16, 32, 64) if reach < across %}
+        highest = max(highest, subgroupShuffleXor(highest, {{ reach }}u));
+{% endfor %}
+        var total = value.y * exp2((value.x - highest) * LOG2E);
+{% for reach in (1, 2, 4, 8, 16, 32, 64) if reach < across %}
+        total += subgroupShuffleXor(total, {{ reach }}u);
+{% endfor %}
+        value = vec2<f32>(highest, total);
+    }
+{% endmacro %}
+
+{#
+  Of a whole row, (highest, total): neighbours first agree on the highest, and bring their totals to it once. Joining pairs
+  would take two powers at every step.
+#}
+{% macro softmax_through_subgroups() %}
+{% set shared = lanes // subgroup %}
+{% if shared > 1 %}
+var<workgroup> row_softmax_parts: array<vec2<f32>, {{ threads // subgroup }}>;
+{% endif %}
+fn row_softmax(mine: vec2<f32>, thread: u32) -> vec2<f32> {
+    var value = mine;
+{{ exchange_softmax([lanes, subgroup] | min) }}
+{% if shared > 1 %}
+{% set across = [shared, subgroup] | min %}
+    workgroupBarrier(); // the memory may still be read by an earlier call
+    if (thread % {{ subgroup }}u == 0u) { row_softmax_parts[thread / {{ subgroup }}u] = value; }
+    workgroupBarrier();
+    let first = thread / {{ lanes }}u * {{ shared }}u + thread % {{ across }}u;
+    value = row_softmax_parts[first];
+{% for i in range(1, shared // across) %}
+    value = join(value, row_softmax_parts[first + {{ i * across }}u]);
+{% endfor %}
+{{ exchange_softmax(across) }}
+{% endif %}
+    return value;
+}
+{% endmacro %}
+
 {#
   Highest value and total of exp(value - highest), as values come: Milakov and Gimelshein, "Online normalizer calculation
   for softmax", 2018. Differences first, then the power of two: the largest terms, which matter most, are the most exact.
+
+  bfloat16 spends more on instructions than on memory, so there a power takes one multiplication and addition. The product of
+  the highest value is rounded before it is subtracted: what the power of the highest value itself then is, beside 1, is
+  divided out again (`unit`). Beyond a million neighbours are thousands apart, all powers but 1 vanish whatever the factor,
+  and one of 1 rounds nothing. Values that are not bfloat16 themselves (`exact`) are spared this.
 #}
-{% macro softmax() %}
+{% macro softmax(exact) %}
 const LOWEST = -3.4028234e38; // a maximum to start from that is finite, so that no difference is NaN
 const LOG2E = 1.44269504;
 
 fn highest_of(values: vec4<f32>) -> f32 { return max(max(values.x, values.y), max(values.z, values.w)); }
 fn sum_of(values: vec4<f32>) -> f32 { return (values.x + values.y) + (values.z + values.w); }
+{% if dtype == "bf16" and not exact %}
+fn factor_of(highest: f32) -> f32 { return select(1.0, LOG2E, abs(highest) < 1e6); }
+// exp(values - highest) / unit(highest)
+fn powers(values: vec4<f32>, highest: f32) -> vec4<f32> {
+    let factor = factor_of(highest);
+    return exp2(fma(values, vec4<f32>(factor), vec4<f32>(-(highest * factor))));
+}
+fn unit(highest: f32) -> f32 {
+    let factor = factor_of(highest);
+    return exp2(-fma(highest, factor, -(highest * factor)));
+}
+{% else %}
 fn powers(values: vec4<f32>, highest: f32) -> vec4<f32> { return exp2((values - highest) * LOG2E); }
+fn unit(highest: f32) -> f32 { return 1.0; }
+{% endif %}
 
 // (highest, total) of both.
 fn join(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
     let highest = max(a.x, b.x);
     return vec2<f32>(highest, a.y * exp2((a.x - highest) * LOG2E) + b.y * exp2((b.x - highest) * LOG2E));
 }
+{% if subgroup %}
+{{ softmax_through_subgroups() }}
+{% else %}
 {{ reduction("row_softmax", "vec2<f32>", "join") }}
+{% endif %}
 {% endmacro %}
 
-{# Adds the vectors z0 … to `state`, a thread's (highest, total). #}
-{% macro fold_softmax() %}
+{#
+  Vectors of tensors, `names`, in registers x0, x1, … (of several sets: x_even0, …). What is `ahead` (a row and a chunk) is read into a register as soon as
+  what it held was used, so that it is on its way while others are still worked on; nothing where that is empty, and of
+  `next_row` only where `goes_on`.
+#}
+{% macro load(names, where, set="") %}
+{% for k in range(held) %}
+{% for name in names %}
+    var {{ name }}{{ set }}{{ k }} = raw_{{ name }}({{ where }} + {{ k }}u, lane);
+{% endfor %}
+{% endfor %}
+{% endmacro %}
+
+{% macro refill(names, k, ahead, set="") %}
+{% if ahead %}
+{% for name in names %}
+    {{ "if (goes_on) { " if ahead.startswith("next_row") }}{{ name }}{{ set }}{{ k }} = raw_{{ name }}({{ ahead }} + {{ k }}u, lane);{{ " }" if ahead.startswith("next_row") }}
+{% endfor %}
+{% endif %}
+{% endmacro %}
+
+{# Adds the vectors z0 …, of a tensor `name`, to `state`, a thread's (highest, total). #}
+{% macro fold_softmax(name, ahead) %}
     var higher = state.x;
 {% for k in range(held) %}
     higher = max(higher, highest_of(z{{ k }}));
 {% endfor %}
-    var more = state.y * exp2((state.x - higher) * LOG2E);
+    var more = 0.0;
 {% for k in range(held) %}
     more += sum_of(powers(z{{ k }}, higher));
+{{ refill([name], k, ahead) }}
 {% endfor %}
-    state = vec2<f32>(higher, more);
+    state = vec2<f32>(higher, state.y * exp2((state.x - higher) * LOG2E) + more * unit(higher));
 {% endmacro %}
 
 {# row, lane and `there` (is it a row of its own?) of a thread; ends workgroups beyond the last row. #}
@@ -246,31 +367,45 @@ fn join(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
 {% endif %}
 {% endmacro %}
 
-{# A row's statistics: `load` and `fold` (macros over a first chunk) part by part; the last part stays in registers. #}
-{% macro forwards(load, fold) %}
+{# A row's statistics: `fold`, a macro over a chunk and what is ahead, part by part; the last part stays in registers. #}
+{% macro forwards(fold, ahead="") %}
 {% if walks %}
-    for (var block = 0u; block + 1u < params.blocks; block++) {
-        let chunk = block * {{ held }}u;
-{{ load("chunk") }}
-{{ fold("chunk") }}
+    for (var block = 1u; block < params.blocks; block++) {
+        let chunk = (block - 1u) * {{ held }}u;
+        let next = block * {{ held }}u;
+{{ fold("chunk", "row, next") }}
     }
     let last = (params.blocks - 1u) * {{ held }}u;
 {% else %}
     let last = 0u;
 {% endif %}
-{{ load("last") }}
-{{ fold("last") }}
+{{ fold("last", ahead) }}
 {% endmacro %}
 
-{# A row's results: `finish` the part that is in registers, then the others, from the end: they were read last. #}
-{% macro backwards(load, finish) %}
-{{ finish("last") }}
+{% macro backwards_writing(finish, ahead, write) %}
 {% if walks %}
     for (var block = params.blocks - 1u; block > 0u; block--) {
-        let chunk = (block - 1u) * {{ held }}u;
-{{ load("chunk") }}
-{{ finish("chunk") }}
+        let chunk = block * {{ held }}u;
+        let next = (block - 1u) * {{ held }}u;
+{{ finish("chunk", "row, next", write) }}
     }
+{% endif %}
+{{ finish("0u", ahead, write) }}
+{% endmacro %}
+
+{#
+  A row's results: `finish`, a macro over a chunk, what is ahead and a way to write, for the part that is in registers, then
+  the others, from the end: they were read last. Where the row is `sound`, none of its results NaN, they are written faster.
+#}
+{% macro backwards(finish, sound, ahead="") %}
+{% if sound and dtype == "bf16" and aligned %}
+    if ({{ sound }}) {
+{{ backwards_writing(finish, ahead, "write_finite") }}
+    } else {
+{{ backwards_writing(finish, ahead, "write") }}
+    }
+{% else %}
+{{ backwards_writing(finish, ahead, "write") }}
 {% endif %}
 {% endmacro %}
 

@@ -19,37 +19,31 @@
 {{ rows.reader(name) }}
 {% endfor %}
 {{ rows.writer("y") }}
-{{ rows.sums() if backward else rows.softmax() }}
+{{ rows.sums() if backward else rows.softmax(exact=False) }}
 
-{% macro load(chunk) %}
-{% for k in range(held) %}
-{% for name in inputs %}
-    let {{ name }}{{ k }} = raw_{{ name }}(row, {{ chunk }} + {{ k }}u, lane);
-{% endfor %}
-{% endfor %}
-{% endmacro %}
-
-{% macro fold(chunk) %}
+{% macro fold(chunk, ahead) %}
 {% if backward %}
 {% for k in range(held) %}
     state += sum_of(select(vec4<f32>(0.0), values_of(p{{ k }}) * values_of(g{{ k }}), inside(row, {{ chunk }} + {{ k }}u, lane)));
+{{ rows.refill(inputs, k, ahead) }}
 {% endfor %}
 {% else %}
 {% for k in range(held) %}
     let z{{ k }} = select(vec4<f32>(nothing), values_of(x{{ k }}), inside(row, {{ chunk }} + {{ k }}u, lane));
 {% endfor %}
-    {{ rows.fold_softmax() }}
+{{ rows.fold_softmax("x", ahead) }}
 {% endif %}
 {% endmacro %}
 
-{% macro finish(chunk) %}
+{% macro finish(chunk, ahead, write) %}
     if (there) {
 {% for k in range(held) %}
 {% if backward %}
-        write_y(row, {{ chunk }} + {{ k }}u, lane, values_of(p{{ k }}) * (values_of(g{{ k }}) - result));
+        {{ write }}_y(row, {{ chunk }} + {{ k }}u, lane, values_of(p{{ k }}) * (values_of(g{{ k }}) - result));
 {% else %}
-        write_y(row, {{ chunk }} + {{ k }}u, lane, powers(values_of(x{{ k }}), result.x) * scale);
+        {{ write }}_y(row, {{ chunk }} + {{ k }}u, lane, powers(values_of(x{{ k }}), result.x) * scale);
 {% endif %}
+{{ rows.refill(inputs, k, ahead) }}
 {% endfor %}
     }
 {% endmacro %}
@@ -62,12 +56,13 @@
     let nothing = negative_infinity();
     var state = vec2<f32>(LOWEST, 0.0);
 {% endif %}
-{{ rows.forwards(load, fold) }}
+{{ rows.load(inputs, "row, 0u") }}
+{{ rows.forwards(fold) }}
 {% if backward %}
     let result = row_sum(state, thread);
 {% else %}
     let result = row_softmax(state, thread);
-    let scale = 1.0 / select(result.y, 1.0, result.y == 0.0);
+    let scale = unit(result.x) / select(result.y, 1.0, result.y == 0.0);
 {% endif %}
-{{ rows.backwards(load, finish) }}
+{{ rows.backwards(finish, "is_finite(result)" if backward else "is_finite(scale)") }}
 }

@@ -1,0 +1,168 @@
+"""Row kernels on WebGPU in the shapes that conformance cases are too small for: workgroups that take several rows, rows read
+ahead, rows that are walked; and at the ends of bfloat16, where NaN must stay NaN and no power may overflow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.backends.webgpu import cross_entropy, rms_norm, rows, runtime
+from headwise.reference import rms_norm as reference
+from headwise.webgpu import array
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+CLOSE = {
+    F32: {"rtol": 3e-6, "atol": 1e-6}, F16: {"rtol": 1e-3, "atol": 1e-6}, BF16: {"rtol": 8e-3, "atol": 1e-6},
+}  # fmt: skip
+INF = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def no_plans():
+    """Calls are launched in the tiles of the test; the next test does not replay them."""
+    runtime.device().plans.clear()
+    yield
+    runtime.device().plans.clear()
+
+
+def tiled(monkeypatch, module, *tile):
+    monkeypatch.setattr(rows, "tile", lambda device, width, words: rows.Tile(*tile))
+    if module is cross_entropy:
+        monkeypatch.setattr(cross_entropy, "WALKED_BY_FEW", 0)
+
+
+# --------------------------------------------------------------------------------------- several rows of one workgroup
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("width", [512, 500, 333], ids=["whole", "padded", "odd"])
+@pytest.mark.parametrize("walks", [False, True], ids=["held", "walked"])
+@pytest.mark.parametrize("turns", [3, 50])
+def test_cross_entropy_of_several_rows_in_turn(monkeypatch, turns, walks, width, dtype):
+    """Some of them ignored or out of range: neither moves what was read ahead to another row."""
+    tiled(monkeypatch, cross_entropy, 32, 32, *((2, True) if walks else (4, False)))
+    monkeypatch.setattr(cross_entropy, "ENOUGH_GROUPS", 1)
+    monkeypatch.setattr(cross_entropy, "MOST_TURNS", turns)
+    torch.manual_seed(turns)
+    logits, targets = (3 * torch.randn(23, width)).to(dtype), torch.randint(0, width, (23,))
+    targets[[0, 4, 5, 11, 22]] = -100
+    targets[[7, 12]] = width
+    logits[5] = torch.nan  # of a row that is ignored
+    loss, grad = hw.cross_entropy_forward_backward(logits, targets, reduction="none", backend="webgpu")
+    counted, bad = targets != -100, targets == width
+    good = counted & ~bad
+    x = logits[good].double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(x, targets[good], reduction="none")
+    expected.sum().backward()
+    torch.testing.assert_close(loss[good].double(), expected.detach(), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(grad[good].double(), x.grad, **CLOSE[dtype])
+    assert loss[bad].isnan().all()
+    assert grad[bad].isnan().all()
+    assert not loss[~counted].any()
+    assert not grad[~counted].any()
+    # The other two forms are the same kernel, each with what it needs.
+    wanted = logits.clone().requires_grad_()
+    apart = hw.cross_entropy(wanted, targets, reduction="none", backend="webgpu")
+    apart[good].sum().backward()
+    torch.testing.assert_close(apart[good], loss[good], rtol=0, atol=0)
+    torch.testing.assert_close(wanted.grad[good], grad[good], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("width", [512, 500, 333], ids=["whole", "padded", "odd"])
+@pytest.mark.parametrize("tile", [(32, 32, 4, False), (32, 128, 4, False), (16, 32, 8, False)], ids=str)
+def test_rms_norm_backward_of_several_rows_in_turn(monkeypatch, tile, width, dtype):
+    """One row ahead and two, the weight kept in registers and not (8 vectors), more rows and fewer than shares."""
+    tiled(monkeypatch, rms_norm, *tile)
+    monkeypatch.setattr(rms_norm, "ROWS_PER_SHARE", 1000)
+    monkeypatch.setattr(rms_norm, "FEWEST_SHARES", 4)
+    for count in (1, 2, 13, 40):
+        torch.manual_seed(count)
+        x, grad, weight = (torch.randn(*shape).to(dtype) for shape in ((count, width), (count, width), (width,)))
+        dx, dweight = hw.rms_norm_backward(grad, x, weight, backend="webgpu")
+        leaves = x.double().requires_grad_(), weight.double().requires_grad_()
+        reference.rms_norm(*leaves).backward(grad.double())
+        slack = {"rtol": CLOSE[dtype]["rtol"], "atol": 1e-5}
+        torch.testing.assert_close(dx.double(), leaves[0].grad, **slack)
+        torch.testing.assert_close(dweight.double(), leaves[1].grad, **slack)
+
+
+# ------------------------------------------------------------------------------------------------- the ends of bfloat16
+
+ROWS = {
+    "one NaN": lambda x: x.index_fill_(0, torch.tensor([3]), torch.nan),
+    "one +inf": lambda x: x.index_fill_(0, torch.tensor([3]), INF),
+    "one -inf": lambda x: x.index_fill_(0, torch.tensor([3]), -INF),
+    "all -inf": lambda x: x.fill_(-INF),
+    "all highest": lambda x: x.fill_(3.3e38),
+    "all lowest": lambda x: x.fill_(-3.3e38),
+    "both ends": lambda x: x.index_fill_(0, torch.tensor([3, 9]), 3e38).index_fill_(0, torch.tensor([5]), -3e38),
+    **{f"of size {size:g}": lambda x, size=size: x.mul_(size) for size in (300.0, 9.9e5, 1.1e6, 1e9, 1e30)},
+    **{f"all {size:g}": lambda x, size=size: x.fill_(size) for size in (333.0, 9.9e5, 1.1e6, 1e30)},
+}
+
+
+@pytest.mark.parametrize("width", [64, 1024, 2500])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_softmax_and_cross_entropy_of_rows_of_any_size(dtype, width):
+    torch.manual_seed(0)
+    x = torch.stack([change(torch.randn(width)) for change in ROWS.values()]).to(dtype)
+    expected = torch.softmax(x.double(), -1)
+    torch.testing.assert_close(
+        hw.softmax(x, backend="webgpu").double(),
+        torch.where((x == -INF).all(-1, keepdim=True), 0.0, expected),
+        equal_nan=True,
+        **CLOSE[dtype],
+    )
+    targets = torch.randint(0, width, (len(x),))
+    loss, grad = hw.cross_entropy_forward_backward(x, targets, reduction="none", backend="webgpu")
+    expected[torch.arange(len(x)), targets] -= 1
+    torch.testing.assert_close(grad.double(), expected, equal_nan=True, **CLOSE[dtype])
+    # Differences first: far from 0 a float64 has no room for the logarithm of a total.
+    away = x.double() - x.double().max(-1, keepdim=True).values
+    known = away.isfinite().all(-1)
+    exact = torch.logsumexp(away, -1) - away[torch.arange(len(x)), targets]
+    torch.testing.assert_close(loss[known].double(), exact[known], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, INF, -INF])
+def test_what_is_not_finite_stays_in_its_row(bad, dtype):
+    """Rows without it are written another way than rows with it."""
+    torch.manual_seed(0)
+    x, grad, weight = (torch.randn(*shape).to(dtype) for shape in ((5, 256), (5, 256), (256,)))
+    probs = torch.softmax(x.float(), -1).to(dtype)
+    spoiled = grad.clone()
+    spoiled[2, 17] = bad
+    struck = torch.zeros(5, 1, dtype=torch.bool)
+    struck[2] = True
+    for clean, dirty in (
+        [hw.softmax_backward(probs, g, backend="webgpu") for g in (grad, spoiled)],
+        [hw.rms_norm_backward(g, x, weight, backend="webgpu")[0] for g in (grad, spoiled)],
+    ):
+        assert not clean.isnan().any()
+        assert torch.equal(dirty[~struck[:, 0]], clean[~struck[:, 0]])
+        assert dirty[2, 17].isnan()
+        assert not dirty[2].isfinite().any()
+
+
+def test_a_gradient_that_is_infinite_is_so_in_bfloat16():
+    """Infinite where the probability is not 0, NaN where it is: no pattern of bits turns into another."""
+    logits = torch.tensor([[0.0, 0.0, -1e4, 0.0]]).to(BF16)
+    x = array(logits).requires_grad_()
+    hw.cross_entropy(x, array(torch.tensor([0])), reduction="none").backward(array(torch.tensor([INF])))
+    expected = torch.tensor([[torch.nan, INF, torch.nan, INF]]).to(BF16)
+    torch.testing.assert_close(x.grad.torch(), expected, equal_nan=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- what is chosen
+
+
+def test_tiles_of_cross_entropy_by_classes():
+    device = runtime.device()
+    threads = min(device.capabilities.workgroup_threads, rows.LONGEST_THREADS)
+    assert cross_entropy._tile(device, 32768, BF16) == rows.Tile(256, 256, 8, True)
+    assert cross_entropy._tile(device, 4096, BF16).walks is False
+    longest = cross_entropy._tile(device, 131072, BF16)
+    assert (longest.walks, longest.threads) == (True, threads)
