@@ -55,7 +55,7 @@ def check_this_machine() -> None:
     Those of a GPU are kept as `headwise check --backend … --json` gave them there.
     """
     jobs = str(os.cpu_count() or 1)
-    command = [sys.executable, "-m", "headwise.cli", "check", "--backend", "cpu", "--jobs", jobs, "--json"]
+    command = [sys.executable, "-m", "headwise", "check", "--backend", "cpu", "--jobs", jobs, "--json"]
     check = subprocess.run(command, check=False, capture_output=True, text=True)
     report = json.loads(check.stdout)
     del report["environment"]["system"]  # the kernel of a machine says nothing about its kernels

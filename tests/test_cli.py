@@ -61,7 +61,7 @@ def test_every_command_has_help(capsys, command):
 
 def test_exit_code_reaches_the_shell():
     result = subprocess.run(
-        [sys.executable, "-m", "headwise.cli", "check", "--backend", "nonsense"],
+        [sys.executable, "-m", "headwise", "check", "--backend", "nonsense"],
         capture_output=True,
         text=True,
         check=False,

@@ -180,7 +180,7 @@ def test_a_file_name_that_is_no_text(capsys, tmp_path):
 def test_a_terminal_without_unicode(tmp_path, text):
     arguments = [*SMALL, "--steps", "1", "--text", str(text), "--out", str(tmp_path / "run")]
     ran = subprocess.run(
-        [sys.executable, "-m", "headwise.cli", "demo", *arguments],
+        [sys.executable, "-m", "headwise", "demo", *arguments],
         capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
@@ -220,7 +220,7 @@ def test_the_default_backend_is_one_that_runs(monkeypatch):
 def test_ctrl_c_stops_after_the_step_and_writes_the_report(tmp_path, text, capsys, quick):
     arguments = [*SMALL, "--steps", "100000", "--text", str(text), "--out", str(tmp_path / "run")]
     process = subprocess.Popen(
-        [sys.executable, "-m", "headwise.cli", "demo", *arguments],
+        [sys.executable, "-m", "headwise", "demo", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -477,7 +477,7 @@ def test_disk_full_when_the_report_is_written(capsys, finished, text, tmp_path):
 def test_out_of_memory(tmp_path):
     """More than any address space holds."""
     result = subprocess.run(
-        [sys.executable, "-m", "headwise.cli", "demo", "--width", str(1 << 23), "--out", str(tmp_path)],
+        [sys.executable, "-m", "headwise", "demo", "--width", str(1 << 23), "--out", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,

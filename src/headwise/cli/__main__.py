@@ -1,7 +1,0 @@
-"""``python -m headwise.cli``: the command line without its script."""
-
-import sys
-
-from headwise.cli import main
-
-sys.exit(main())
