@@ -54,28 +54,48 @@ def unset_reads(sass: str) -> list[str]:
     return [i.text for i, there in zip(program, known, strict=True) if there is not None and i.reads - there]
 
 
-_BARRIER = re.compile(r"(@!?%\w+\s+)?(bar\.sync|barrier\.sync|bar\.warp\.sync)\b")
-_AT_WORK = re.compile(r"(@!?%\w+\s+)?(ld\.shared|st\.shared|stmatrix|ldmatrix|wgmma\.wait_group)\b")
+_BARRIER = re.compile(r"(\{\s*)?(@!?%\w+\s+)?(bar\.sync|barrier\.sync|bar\.warp\.sync)\b")
+_WORK = re.compile(r"\b(ld\.shared|st\.shared|stmatrix|ldmatrix|wgmma\.wait_group|red\.|st\.global)")
 _ARRIVAL = re.compile(r"(@!?%\w+\s+)?mbarrier\.arrive\.(?!expect_tx)")
+_BRANCH = re.compile(r"(@!?%\w+\s+)?bra(\.uni)?\s+(\$L__BB\w+);")
 
 
 def hasty_arrivals(ptx: str) -> list[str]:
-    """Arrivals with an access to shared memory, or a wait for the tensor cores, between them and the last barrier.
+    """Arrivals that some path reaches with work on memory, or a wait for the tensor cores, since its last barrier.
 
     Those that expect bytes from a copy engine hand on nothing that threads have done.
     """
-    found, at_work, arrivals = [], "", 0
-    for line in map(str.strip, ptx.splitlines()):
-        if _BARRIER.match(line):
-            at_work = ""
-        elif _AT_WORK.match(line):
-            at_work = line
-        elif _ARRIVAL.match(line):
-            arrivals += 1
-            if at_work:
-                found.append(f"{at_work} … {line}")
+    lines = [line.strip() for line in ptx.splitlines()]
+    before = _predecessors(lines)
+    arrivals = [at for at, line in enumerate(lines) if _ARRIVAL.match(line)]
     assert arrivals, "there is no arrival in this kernel: is it spelled otherwise now?"
+    found = []
+    for arrival in arrivals:
+        seen: set[int] = set()
+        todo = list(before[arrival])
+        while todo:
+            at = todo.pop()
+            if at in seen or _BARRIER.match(lines[at]):
+                continue
+            seen.add(at)
+            if _WORK.search(lines[at]):
+                found.append(f"{lines[at]} … {lines[arrival]}")
+            else:
+                todo += before[at]
     return found
+
+
+def _predecessors(lines: list[str]) -> list[list[int]]:
+    labels = {found[1]: at for at, line in enumerate(lines) if (found := re.match(r"(\$L__BB\w+):", line))}
+    before: list[list[int]] = [[] for _ in lines]
+    for at, line in enumerate(lines):
+        branch = _BRANCH.match(line)
+        if branch:
+            before[labels[branch[3]]].append(at)
+        goes_on = not (branch and not branch[1]) and not re.match(r"(ret|exit|brx)\b", line)
+        if goes_on and at + 1 < len(lines):
+            before[at + 1].append(at)
+    return before
 
 
 def _parse(sass: str) -> list[Instruction]:

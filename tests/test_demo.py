@@ -365,7 +365,15 @@ def test_nothing_to_hold_out(tmp_path):
     assert Training(SMALL, texts.files([tmp_path / "text"]), headwise_ops("cpu")).held_out_loss() is None
 
 
-def test_stopping_is_a_wish_and_then_an_order():
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises, as in a terminal: a shell that starts a job in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_stopping_is_a_wish_and_then_an_order(interruptible):
     heard = []
     stop = StopRequest()
     with stop.listening(lambda: heard.append(1)):

@@ -178,15 +178,20 @@ def test_heads_whose_tiles_are_drawn_together(length, head_dim, group, at_once):
 
 
 def test_an_arrival_that_comes_too_early_is_found():
-    arrival, load, barrier = (
-        "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];",
-        "ld.shared.b32 %r2, [%r3];",
-        "bar.sync 2, 128;",
-    )
-    assert sass.hasty_arrivals("\n".join((barrier, load, arrival)))
-    assert not sass.hasty_arrivals("\n".join((load, barrier, arrival)))
-    assert not sass.hasty_arrivals(
-        "\n".join((barrier, load, "@%p1 mbarrier.arrive.expect_tx.b64 _, 4;", barrier, arrival))
+    arrival, load = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];", "ld.shared.b32 %r2, [%r3];"
+    barrier, bytes_to_come = "bar.sync 2, 128;", "@%p1 mbarrier.arrive.expect_tx.b64 _, 4;"
+
+    def found(*lines):
+        return sass.hasty_arrivals("\n".join(lines))
+
+    assert found(barrier, load, arrival)
+    assert found(barrier, "red.global.add.f32 [%rd1], %f1;", arrival)
+    assert not found(load, barrier, arrival)
+    assert not found(barrier, load, bytes_to_come, barrier, arrival)
+    # Work that stands behind the arrival, and comes before it.
+    assert found(barrier, "bra.uni $L__BB0_2;", "$L__BB0_1:", arrival, "ret;", "$L__BB0_2:", load, "bra.uni $L__BB0_1;")
+    assert not found(
+        load, "bra.uni $L__BB0_2;", "$L__BB0_1:", arrival, "ret;", "$L__BB0_2:", barrier, "bra.uni $L__BB0_1;"
     )
 
 

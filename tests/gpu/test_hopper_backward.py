@@ -14,7 +14,10 @@ from gpu_machine import DEVICE, assert_close, differing, gpu, normal
 from torch import Tensor
 
 import headwise as hw
+from headwise.backends.triton import hopper
 from headwise.backends.triton.hopper import backward_coverage
+
+attention_backward = pytest.importorskip("headwise.backends.triton.hopper.attention_backward")
 
 __all__ = ["gpu"]
 
@@ -23,8 +26,9 @@ REPEATS = int(os.environ.get("HEADWISE_TEST_REPEATS", "10000"))
 
 @pytest.fixture(autouse=True)
 def only_on_hopper(gpu, monkeypatch):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
+    reason = hopper.missing(torch.cuda.current_device())
+    if reason is not None:
+        pytest.skip(reason)
     # Small calls too, which are left to the plain kernels otherwise.
     for width, tile in backward_coverage.BACKWARD_TILES.items():
         monkeypatch.setitem(backward_coverage.BACKWARD_TILES, width, tile._replace(least_tiles=1))
@@ -33,8 +37,6 @@ def only_on_hopper(gpu, monkeypatch):
 @pytest.fixture
 def taken(monkeypatch):
     """How many backwards the Hopper kernel took."""
-    from headwise.backends.triton.hopper import attention_backward
-
     calls = []
     run = attention_backward.attention_backward
     monkeypatch.setattr(attention_backward, "attention_backward", lambda *a: calls.append(1) or run(*a))
@@ -89,22 +91,25 @@ BANDS = {
     "left": (200, -1, 0.0),
     "cap": (-1, 0, 5.0),
 }
-# Most of the time goes into compiling, so every width has each shape once, and each band: not all pairs.
+# Most of the time goes into compiling, so every width has each shape once, and each band: not all pairs. As many programs as
+# the GPU has multiprocessors would have one tile each; one alone has them all, and waits for nobody.
 CALLS = [
-    (width, shape, list(BANDS)[(place + turn) % len(BANDS)], (place + turn) % 3 != 1)
+    (width, shape, list(BANDS)[(place + turn) % len(BANDS)], (132, 3, 1)[place % 3])
     for turn, width in enumerate((64, 128, 256))
     for place, shape in enumerate(SHAPES)
 ] + [
-    (80, "tails", "causal", True),
-    (192, "tails", "full", True),
-    (192, "grouped", "causal", False),
-    (192, "more queries", "both sides", True),
-    (136, "one more than tiles", "cap", True),
+    (80, "tails", "causal", 132),
+    (192, "tails", "full", 3),
+    (192, "grouped", "causal", 1),
+    (192, "more queries", "both sides", 132),
+    (136, "one more than tiles", "cap", 5),
 ]
 
 
-@pytest.mark.parametrize(("head_dim", "shape", "band", "deterministic"), CALLS)
-def test_gradients_are_right(head_dim, shape, band, deterministic, taken, monkeypatch):
+@pytest.mark.parametrize("deterministic", [True, False], ids=["turns", "any order"])
+@pytest.mark.parametrize(("head_dim", "shape", "band", "programs"), CALLS)
+def test_gradients_are_right(head_dim, shape, band, programs, deterministic, taken, monkeypatch):
+    monkeypatch.setattr(attention_backward, "_processors", lambda device: programs)
     if not deterministic:
         for width, tile in backward_coverage.BACKWARD_TILES.items():
             monkeypatch.setitem(
@@ -125,30 +130,53 @@ def test_gradients_are_right(head_dim, shape, band, deterministic, taken, monkey
         assert_close(x, y, 5e-3)
 
 
-@pytest.mark.parametrize("head_dim", [128, 192])
-def test_sequences_of_a_packed_batch_do_not_touch_each_other(head_dim, taken):
-    lengths = [100, 0, 300, 1, 1000, 64, 128, 777]
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
-    tokens = sum(lengths) + 77  # of no sequence
-    q, k, v, grad = (normal(tokens, 4, head_dim, seed=s) for s in range(4))
-    at = 0
+PACKED = {
+    "as many keys as queries": ([100, 0, 300, 1, 1000, 64, 128, 777], None, 4, (-1, 0)),
+    # Queries without keys and keys without queries in the middle; rows that see nothing, keys that nothing sees.
+    "others": ([100, 0, 300, 1, 700, 40], [64, 50, 0, 900, 700, 200], 2, (200, 0)),
+}
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["turns", "any order"])
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "dtype", "programs"),
+    [
+        (128, "as many keys as queries", torch.bfloat16, 132),
+        (192, "as many keys as queries", torch.bfloat16, 5),
+        (64, "others", torch.float16, 3),
+        (128, "others", torch.float16, 1),
+        (256, "others", torch.float16, 7),
+    ],
+)
+def test_sequences_of_a_packed_batch_do_not_touch_each_other(
+    head_dim, batch, dtype, programs, deterministic, taken, monkeypatch
+):
+    monkeypatch.setattr(attention_backward, "_processors", lambda device: programs)
+    q_lengths, k_lengths, key_heads, (left, right) = PACKED[batch]
+    k_lengths = k_lengths or q_lengths
+    q_ends, k_ends = (
+        torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32) for lengths in (q_lengths, k_lengths)
+    )
+    q_at, k_at, extra = sum(q_lengths), sum(k_lengths), 77  # tokens of no sequence
+    q, grad = (normal(q_at + extra, 4, head_dim, seed=s, dtype=dtype) for s in (0, 3))
+    k, v = (normal(k_at + extra, key_heads, head_dim, seed=s, dtype=dtype) for s in (1, 2))
     pieces = []
-    for length in lengths:
-        part = slice(at, at + length)
-        x = [t[part].transpose(0, 1)[None] for t in (q, k, v, grad)]
-        pieces.append(truth(*x, -1, 0, 0.0))
-        at += length
+    for i in range(len(q_lengths)):
+        rows, keys = slice(*q_ends[i : i + 2].tolist()), slice(*k_ends[i : i + 2].tolist())
+        part = (q[rows], k[keys], v[keys], grad[rows])
+        pieces.append(truth(*(x.transpose(0, 1)[None] for x in part), left, right, 0.0))
     out, dq, dk, dv = (torch.cat([p[i][0].transpose(0, 1) for p in pieces]) for i in (0, 2, 3, 4))
     lse = torch.cat([p[1][0] for p in pieces], 1)
-    for x in (q, k, v, grad):
+    for x, at in ((q, q_at), (grad, q_at), (k, k_at), (v, k_at)):
         x[at:] = torch.nan
-    out = torch.cat([out, torch.zeros(77, 4, head_dim, device=DEVICE)]).bfloat16()
-    lse = torch.cat([lse, torch.full((4, 77), -math.inf, device=DEVICE)], 1).float()
+    out = torch.cat([out, torch.zeros(extra, 4, head_dim, device=DEVICE)]).to(dtype)
+    lse = torch.cat([lse, torch.full((4, extra), -math.inf, device=DEVICE)], 1).float()
     ours = hw.attention_varlen_backward(
-        grad, q, k, v, out, lse, ends, ends, 1000, 1000, causal=True, deterministic=True, backend="triton"
-    )
+        grad, q, k, v, out, lse, q_ends, k_ends, max(q_lengths), max(k_lengths), window=(left, right),
+        deterministic=deterministic, backend="triton",
+    )  # fmt: skip
     assert len(taken) == 1
-    for x, y in zip(ours, (dq, dk, dv), strict=True):
+    for x, y, at in zip(ours, (dq, dk, dv), (q_at, k_at, k_at), strict=True):
         assert_close(x[:at], y, 5e-3)
         assert not x[at:].any()
 
@@ -156,7 +184,7 @@ def test_sequences_of_a_packed_batch_do_not_touch_each_other(head_dim, taken):
 @pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, False), (128, True), (256, True)])
 def test_the_same_bits_in_every_run(head_dim, causal, taken):
     q, k, v, grad = (normal(1, 8, 1000, head_dim, seed=s) for s in range(4))
-    out, lse, *_ = truth(q, k, v, grad, -1, 0 if causal else -1, 0.0)
+    out, lse, *gradients = truth(q, k, v, grad, -1, 0 if causal else -1, 0.0)
 
     def run():
         return hw.attention_backward(
@@ -164,6 +192,8 @@ def test_the_same_bits_in_every_run(head_dim, causal, taken):
         )
 
     first = run()
+    for x, y in zip(first, gradients, strict=True):
+        assert_close(x, y, 5e-3)
     side, noise = torch.cuda.Stream(), normal(512, 512)
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for repeat in range(REPEATS):

@@ -226,9 +226,10 @@ class _PackedBox(NamedTuple):
     width: int
 
     def descriptor(self, x: Tensor) -> TensorDescriptor:
-        _, heads, _, dim = x.shape
+        _, heads, tokens, dim = x.shape
         _, head, token, _ = x.stride()
-        head = head if heads > 1 else dim
+        # Where there is one of something, any step will do that TMA takes.
+        head, token = head if heads > 1 else dim, token if tokens > 1 else dim
         endless = 0x7FFF0000
         layout = gl.NVMMASharedLayout(min(128, self.width * x.element_size()), 8 * x.element_size(), 5)
         return TensorDescriptor(

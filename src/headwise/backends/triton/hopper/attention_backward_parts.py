@@ -20,7 +20,7 @@ from headwise.backends.triton.hopper.gluon_names import (
 )
 
 # Descriptors of packed tensors have two dims more, after whose last element an address comes round: (far, end of the
-# sequence, far - length + row) is the row, and past the bounds of the third dim after the sequence's end. See `PackedBox`.
+# sequence, far - length + row) is the row, and past the bounds of the third dim after the sequence's end. See `_PackedBox`.
 _FAR = gl.constexpr(2**30)
 MAIL = gl.constexpr(2)  # tiles on their way from the warp that draws them to the others
 FIELDS = gl.constexpr(14)  # what they are told of a tile: `_tile_of`

@@ -269,6 +269,7 @@ def wide_backward_kernel(
     PACKED: gl.constexpr, GROUPED: gl.constexpr, DETERMINISTIC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr,
 ):  # fmt: skip
+    gl.static_assert(KV_STAGES == 1)
     X: gl.constexpr = constants(
         HAS_CAP, HAS_LEFT, HAS_RIGHT, HAS_TAIL, PACKED, GROUPED, DETERMINISTIC, BM, BN, D, STAGES, KV_STAGES
     )

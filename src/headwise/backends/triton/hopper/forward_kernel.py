@@ -1,6 +1,6 @@
 """Attention forward for Hopper (sm_90): one persistent kernel in Triton Gluon. docs/hopper-attention.md tells how it works.
 
-A program has one warp that loads and two or three warpgroups that compute. The loading warp copies tiles of q, k and v into
+A program has one warp that loads and two to four warpgroups that compute. The loading warp copies tiles of q, k and v into
 shared memory through the tensor memory accelerator (TMA), as far ahead as there is room. Each computing warpgroup owns 64
 queries; it issues q·kᵀ of one block of keys before it adds up weights·v of the block before, and takes the exponentials
 while the tensor cores work on the other's products.
