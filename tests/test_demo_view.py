@@ -77,7 +77,7 @@ def test_text_cannot_leave_its_place(path):
 
 def test_every_file_of_the_page_is_in_it(path):
     names = {file.name for file in report.PAGE.iterdir()}
-    assert names == {"report.html", *report.STYLES, *report.MODULES}
+    assert names == {"report.html", "attention.html", *report.STYLES, *report.MODULES}
     assert not re.search(r"^\s*(import|export)\b", report.bundle(), re.M)
 
 

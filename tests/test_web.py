@@ -454,6 +454,7 @@ def test_web_serves_the_same_site_until_it_is_stopped(site, sample, tmp_path):
     """Another process with other settings, the same bytes: what is recorded depends on nothing else."""
     save_attention(sample, tmp_path)
     environment = os.environ | {"HEADWISE_BACKEND": "cpu", "HEADWISE_VALIDATE": "1", "HEADWISE_WEBGPU_TIER": "A"}
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # the float32 sums of the budgets are in their order
     command = [sys.executable, "-m", "headwise", "web", str(tmp_path), "--no-open", "--port", "0"]
     serving = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:

@@ -109,7 +109,7 @@ CALLS = [
 @pytest.mark.parametrize("deterministic", [True, False], ids=["turns", "any order"])
 @pytest.mark.parametrize(("head_dim", "shape", "band", "programs"), CALLS)
 def test_gradients_are_right(head_dim, shape, band, programs, deterministic, taken, monkeypatch):
-    monkeypatch.setattr(attention_backward, "_processors", lambda device: programs)
+    monkeypatch.setattr(attention_backward, "multiprocessors", lambda x: programs)
     if not deterministic:
         for width, tile in backward_coverage.BACKWARD_TILES.items():
             monkeypatch.setitem(
@@ -151,7 +151,7 @@ PACKED = {
 def test_sequences_of_a_packed_batch_do_not_touch_each_other(
     head_dim, batch, dtype, programs, deterministic, taken, monkeypatch
 ):
-    monkeypatch.setattr(attention_backward, "_processors", lambda device: programs)
+    monkeypatch.setattr(attention_backward, "multiprocessors", lambda x: programs)
     q_lengths, k_lengths, key_heads, (left, right) = PACKED[batch]
     k_lengths = k_lengths or q_lengths
     q_ends, k_ends = (

@@ -110,8 +110,13 @@ def compose(run: Run, sample: AttentionSample | None) -> str:
     # Only this style and this script run: whatever text a model writes, the page cannot be made to do anything else.
     policy = f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
     parts = {"policy": policy, "style": style, "script": script, "data": json_for_html(data)}
-    frame = (PAGE / "report.html").read_text(encoding="utf-8")
+    frame = with_attention((PAGE / "report.html").read_text(encoding="utf-8"))
     return re.sub(r"<!--(policy|style|script|data)-->", lambda found: parts[found[1]], frame)
+
+
+def with_attention(frame: str) -> str:
+    """A page with the places of the attention view, which report and browser page have in common."""
+    return frame.replace("<!--attention-->", (PAGE / "attention.html").read_text(encoding="utf-8"))
 
 
 def bundle() -> str:

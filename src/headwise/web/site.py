@@ -99,6 +99,8 @@ class Site:
             (folder / name).mkdir(parents=True, exist_ok=True)
         for path in [*sorted(PAGE.iterdir()), *(report.PAGE / name for name in SHARED)]:
             shutil.copyfile(path, folder / path.name)
+        index = report.with_attention((PAGE / "index.html").read_text(encoding="utf-8"))
+        (folder / "index.html").write_text(index, encoding="utf-8")
         for tier, programs in self.programs.items():
             _write_json(folder / "programs" / f"{tier}.json", programs)
         for name, data in self.data.items():

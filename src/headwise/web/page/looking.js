@@ -92,6 +92,7 @@ function show(sample, layers, colourTable, onTheme) {
   at("attention-about").textContent =
     `${whole(sample.size)} bytes of text, as the demo's model saw them: its queries and keys came with this page, the weights were computed on your GPU just now.` +
     " Warm the softmax up or cool it down, and they are computed again.";
+  at("layer").closest(".controls").querySelector(".stepper").before(temperatureControl());
   const { layer, head } = mostTelling(sample);
   // Late in the text there is most to look back at; a letter says more than a space.
   const late = sample.tokens.findLastIndex((byte, i) => i < sample.size * 0.8 && byte > 32 && byte < 127);
@@ -118,4 +119,10 @@ function show(sample, layers, colourTable, onTheme) {
     busy ??= follow().catch(() => {}); // a lost GPU is told by the page itself
   });
   onTheme(redraw);
+}
+
+/** From a quarter to four times the temperature that the model was trained with. */
+function temperatureControl() {
+  const slider = make("input", { type: "range", id: "temperature", min: -2, max: 2, step: 0.05, value: 0 });
+  return make("label", { className: "temperature" }, "Temperature ", slider, " ", make("output", { id: "degree" }, "1"));
 }

@@ -23,6 +23,7 @@ from headwise.backends.triton.hopper.backward_coverage import BackwardTile, cove
 from headwise.backends.triton.hopper.descriptors import Box, DescribedPlan
 from headwise.backends.triton.hopper.gluon_names import TensorDescriptor, gl
 from headwise.backends.triton.launch import launch
+from headwise.backends.triton.rows import multiprocessors
 from headwise.backends.triton.scores import band_of
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def attention_backward(
     )  # fmt: skip
     plan = _plan(
         tile, width, tiles, row_blocks, packed is not None, q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride(),
-        grad_out.stride(), dk.stride(), dv.stride(), left, right, flags, _processors(q.device),
+        grad_out.stride(), dk.stride(), dv.stride(), left, right, flags, multiprocessors(q),
     )  # fmt: skip
     plan.launch((q, k, v, grad_out, stats, dk, dv), (sums, turns, ticket, records))
     columns = 32 if width * tile.rows == 64 * 64 else 64  # of a piece of dQ as the kernel adds it
@@ -156,11 +157,6 @@ def attention_backward(
 
 def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @functools.lru_cache(maxsize=4096)

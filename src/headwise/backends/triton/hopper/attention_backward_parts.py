@@ -18,6 +18,7 @@ from headwise.backends.triton.hopper.gluon_names import (
     store_tile,
     thread_barrier,
 )
+from headwise.backends.triton.hopper.variants import Constants
 
 # Descriptors of packed tensors have two dims more, after whose last element an address comes round: (far, end of the
 # sequence, far - length + row) is the row, and past the bounds of the third dim after the sequence's end. See `_PackedBox`.
@@ -43,17 +44,9 @@ class Variant(NamedTuple):
     kv_stages: Any  # tiles whose keys and values there is room for
 
 
-class _Constants:
-    """A variant inside a kernel, where ``X.keys`` has to be a ``constexpr``."""
-
-    def __init__(self, variant: Variant) -> None:
-        for name, value in zip(Variant._fields, variant, strict=True):
-            setattr(self, name, gl.constexpr(value))
-
-
 @constexpr_function
 def constants(*values: Any) -> Any:
-    return _Constants(Variant(*values))
+    return Constants(Variant._fields, values)
 
 
 @gluon.jit

@@ -13,6 +13,7 @@ from headwise.backends.triton.hopper import ForwardTile, Strides, covers_forward
 from headwise.backends.triton.hopper.descriptors import Box, DescribedPlan
 from headwise.backends.triton.hopper.forward_kernel import forward
 from headwise.backends.triton.hopper.schedule import Variant
+from headwise.backends.triton.rows import multiprocessors
 from headwise.backends.triton.scores import band_of
 
 if TYPE_CHECKING:
@@ -83,11 +84,6 @@ def _plan(
     )  # fmt: skip
 
 
-@functools.cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def try_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kv_lengths: Tensor | None, sink: Tensor | None,
     cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, flags: Flags, tile: ForwardTile | None = None,
@@ -96,10 +92,9 @@ def try_forward(
 
     A ``tile`` is for measuring and tests: the call is launched in it, whether it is chosen for such calls or not.
     """
-    device = q.get_device()
     plan = _plan(
         q.dtype, q.shape, k.shape, v.shape[3], (q.stride(), k.stride(), v.stride(), out.stride()),
-        kv_lengths is not None, None if cu_q is None else cu_q.shape[0] - 1, max_q, max_k, flags, _processors(device), tile,
+        kv_lengths is not None, None if cu_q is None else cu_q.shape[0] - 1, max_q, max_k, flags, multiprocessors(q), tile,
     )  # fmt: skip
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % _ALIGNMENT:
         return False

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from headwise.backends.triton.hopper.gluon_names import constexpr_function, gl, gluon, mbarrier, thread_barrier
+from headwise.backends.triton.hopper.variants import Constants
 
 ROWS = gl.constexpr(64)  # queries of a computing warpgroup: what one WGMMA multiplies
 MAIL = gl.constexpr(2)  # pieces of work on their way from the loading warp to the others
@@ -45,17 +46,9 @@ class Variant(NamedTuple):
     search: Any  # offsets of a packed batch that are looked at in one go
 
 
-class _Constants:
-    """A variant inside a kernel, where ``X.keys`` has to be a ``constexpr``."""
-
-    def __init__(self, variant: Variant) -> None:
-        for name, value in zip(Variant._fields, variant, strict=True):
-            setattr(self, name, gl.constexpr(value))
-
-
 @constexpr_function
 def constants(*values: Any) -> Any:
-    return _Constants(Variant(*values))
+    return Constants(Variant._fields, values)
 
 
 @gluon.jit
