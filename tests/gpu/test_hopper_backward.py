@@ -15,9 +15,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.backends.triton import hopper
-from headwise.backends.triton.hopper import backward_coverage
-
-attention_backward = pytest.importorskip("headwise.backends.triton.hopper.attention_backward")
+from headwise.backends.triton.hopper import attention_backward, backward_coverage
 
 __all__ = ["gpu"]
 
