@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from backends_under_test import DEVICE, RUNNABLE, verdict
@@ -89,6 +91,38 @@ def test_offsets_whose_differences_wrap_are_loud(backend):
         q, q, q, wrapping.to(torch.int32), wrapping.to(torch.int32), 10**9, 10**9, backend=backend
     )
     assert out.isnan().all()
+
+
+@pytest.mark.parametrize("sink", [None, 0.0, -math.inf])
+@pytest.mark.parametrize("hidden_by", ["causal", "mask", "packed", "decode"])
+def test_a_row_that_sees_nothing_is_zeros_though_its_neighbours_see_nan(backend, hidden_by, sink):
+    q, k, v = (_normal(backend, 1, 2, n, 16, seed=n) for n in (40, 32, 33))
+    v = v[:, :, :32].contiguous()
+    v[:, :, 3] = math.nan
+    q.requires_grad_()
+    given = {"sink": None if sink is None else torch.full((2,), sink, device=q.device), "return_lse": True}
+    if hidden_by == "decode":
+        if verdict("attention_decode", backend) is not None:
+            pytest.skip("no decode here")
+        lengths = torch.tensor([32], device=q.device)
+        out, lse = hw.attention_decode(q.detach(), k, v, lengths=lengths, backend=backend, **given)
+    elif hidden_by == "packed":
+        packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+        offsets = (torch.tensor([0, n], dtype=torch.int32, device=q.device) for n in (40, 32))
+        out, lse = hw.attention_varlen(*packed, *offsets, 40, 32, causal=True, backend=backend, **given)
+        out, lse = out.transpose(0, 1)[None], lse[None]
+    elif hidden_by == "mask":
+        mask = torch.arange(40, device=q.device)[:, None] + torch.zeros(32, device=q.device) >= 8
+        out, lse = hw.attention(q, k, v, mask=mask, backend=backend, **given)
+    else:
+        out, lse = hw.attention(q, k, v, causal=True, backend=backend, **given)
+    empty = torch.arange(40, device=q.device) < 8
+    assert (lse[:, :, empty] == -math.inf).all()
+    assert (lse[:, :, ~empty] > -math.inf).all()
+    assert (out[:, :, empty] == 0).all()
+    assert out[:, :, 11:].isnan().all()
+    if hidden_by != "decode":
+        assert (torch.autograd.grad(out.nan_to_num().sum(), q)[0][:, :, empty] == 0).all()
 
 
 @pytest.mark.parametrize("heads_inside", [False, True])

@@ -36,13 +36,17 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` in the dtype that sums are kept in; adds into ``dbias`` if given."""
     empty = (lse == -torch.inf)[..., None]
-    if empty.any():  # such a query may hold anything, and so may its gradient: zero times NaN would reach the keys
+    some_empty = bool(empty.any())
+    if some_empty:  # such a query may hold anything, and so may its gradient: zero times NaN would reach the keys
         grad_out, out, q = (torch.where(empty, 0.0, x) for x in (grad_out, out, problem.q))
         grad_lse = None if grad_lse is None else torch.where(empty[..., 0], 0.0, grad_lse)
         problem = problem._replace(q=q)
     if problem.softcap or grad_lse is not None or dbias is not None or _has_large_lse(lse):
-        return tiled_backward(problem, grad_out, row_delta(grad_out, grad_lse, out), lse, dbias)
-    return flash_backward(problem, grad_out, out, lse)
+        dq, dk, dv = tiled_backward(problem, grad_out, row_delta(grad_out, grad_lse, out), lse, dbias)
+    else:
+        dq, dk, dv = flash_backward(problem, grad_out, out, lse)
+    # Nor does what other queries see reach it: zero times their NaN is NaN.
+    return dq.masked_fill_(empty, 0.0) if some_empty else dq, dk, dv
 
 
 def _has_large_lse(lse: Tensor) -> bool:

@@ -185,6 +185,9 @@ def _forward(
             highest = higher
         row_lse = tl.where(empty, -float("inf"), highest * (1.0 / UNIT) + tl.log2(total) * LN2)
         result = acc * (1.0 / tl.where(empty, 1.0, total))[:, None]
+        if HAS_LEFT or HAS_RIGHT or mask is not None or bias is not None:
+            # Zero times a NaN that other rows of the tile see.
+            result = tl.where(empty[:, None], 0.0, result)
         if cu_q is not None or lengths is not None:
             row_lse = tl.where(bad, float("nan"), row_lse)
             result = tl.where(bad, float("nan"), result)

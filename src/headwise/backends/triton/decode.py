@@ -232,7 +232,9 @@ def _decode(
         empty = total == 0.0
         row_lse = tl.where(empty, -float("inf"), highest * (1.0 / UNIT) + tl.log2(total) * LN2)
         row_lse = tl.where(wrong > 0, float("nan"), row_lse)
-        values = tl.where(wrong > 0, float("nan"), acc * (1.0 / tl.where(empty, 1.0, total))[:, None])
+        # An empty row is zeros, also where other rows see a NaN: zero times NaN is NaN.
+        values = tl.where(empty[:, None], 0.0, acc * (1.0 / tl.where(empty, 1.0, total))[:, None])
+        values = tl.where(wrong > 0, float("nan"), values)
         if WHOLE:
             o_at = out + batch * o_b + head.to(tl.int64) * o_h + token * o_s
             _finish(values, row_lse, sink, out, lse, o_at, result, head, rows_inside, DV, BLOCK_DV)
