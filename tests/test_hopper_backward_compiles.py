@@ -184,7 +184,7 @@ def test_heads_go_side_by_side_in_groups_of_one_size():
     together = attention_backward._heads_together
     # As many as fill the GPU; more where tiles of one head would wait for each other; never a small group at the end.
     assert together(False, -1, 0, 64, 128, 32, 132) == 2
-    assert together(True, -1, 0, 64, 128, 32, 132) == 8
+    assert together(True, -1, 0, 64, 128, 32, 132) == 4
     assert together(True, -1, -1, 128, 128, 32, 132) == 2
     assert together(True, 1023, 0, 64, 128, 32, 132) == 2
     assert together(False, -1, 0, 32, 64, 9, 132) == 5

@@ -2,7 +2,7 @@
 
     prepare: delta = rowsum(dO · O) - dlse        kernel: dK, dV, and sums of dQ in float32        finish: dQ = scale · sums
 
-The sums of dQ are added by all tiles of keys. With ``deterministic`` they take turns, in the order of the keys;
+The sums of dQ are added by all tiles of keys. With ``deterministic`` they take turns, in one order;
 otherwise whoever comes first adds first. Of a packed batch, tiles are found on the device. There are two kernels: one for
 heads up to 128, one for wider ones.
 """
@@ -193,12 +193,13 @@ def _heads_together(
 
     As many as fill the GPU: what they share stays in the cache. Where tiles take turns, more, so that fewer of one head are
     there at the same time. Without a mask each block of queries is then visited in every second step only, which is what a
-    turn takes; under a causal mask all tiles begin at the last block, and those of one head one after the other. A window
-    spreads them by itself. Groups of heads are about the same size: a small one would leave processors idle at its end.
+    turn takes; under a causal mask tiles follow each other through the blocks, and twice as many heads leave room for a tile
+    that is late. A window spreads them by itself. Groups of heads are about the same size: a small one would leave
+    processors idle at its end.
     """
     most = max(1, round(processors / tiles))
     if turns and left < 0:
-        most = 4 * most if right >= 0 else max(most, round(2 * processors / row_blocks))
+        most = max(1, round(2 * processors / tiles)) if right >= 0 else max(most, round(2 * processors / row_blocks))
     return -(-batch_heads // max(1, round(batch_heads / most)))
 
 

@@ -32,7 +32,9 @@ from headwise.backends.triton.hopper.attention_backward_parts import (
     add_to_sums,
     all_consumers,
     await_turns,
+    block_at,
     constants,
+    is_first_at,
     next_tile,
     only_seen,
     opaque_zero,
@@ -136,7 +138,7 @@ def _consume(
     no_scores = gl.zeros([64, BM], gl.float32, S_LAYOUT)
     step = 0
     count = 0
-    batch, head, key0, _, rows, keys, n, block0, begin, end, whole_begin, whole_end, end_before, poison = next_tile(
+    batch, head, key0, _, rows, keys, n, block0, begin, end, whole_begin, whole_end, edge, poison = next_tile(
         mail, mail_full, mail_empty, count, 4
     )
     while n >= 0:
@@ -168,27 +170,33 @@ def _consume(
                     + ((head * group + member).to(gl.int64) * all_blocks + block0) * (BM * D)
                     + HALF * (BM * D // 2)
                 )
-                if X.has_left:
-                    for i in range(0, end - whole_end):
-                        m = end - 1 - i
+                # The blocks that need a mask lie at both ends; in a triangle that is walked upwards, at the first.
+                masked_begin, masked_end = whole_end, end
+                if X.upwards:
+                    masked_begin, masked_end = begin, whole_begin
+                if X.has_left or X.upwards:
+                    for i in range(0, masked_end - masked_begin):
+                        m = block_at(i, masked_begin, masked_end, X)
                         products, dk, dv = _step(
                             HALF, products, dk, dv, step, m, step + 1 < past, place, of_head + m.to(gl.int64) * (BM * D),
-                            m >= end_before, numbers, low, offset, keys, left, right, buffers, ds_s, barriers, True, X,
+                            is_first_at(m, edge, X), numbers, low, offset, keys, left, right, buffers, ds_s, barriers, True,
+                            X,
                         )  # fmt: skip
                         step += 1
                 for i in range(0, whole_end - whole_begin):
-                    m = whole_end - 1 - i
+                    m = block_at(i, whole_begin, whole_end, X)
                     products, dk, dv = _step(
                         HALF, products, dk, dv, step, m, step + 1 < past, place, of_head + m.to(gl.int64) * (BM * D),
-                        m >= end_before, numbers, low, offset, keys, left, right, buffers, ds_s, barriers, False, X,
+                        is_first_at(m, edge, X), numbers, low, offset, keys, left, right, buffers, ds_s, barriers, False, X,
                     )  # fmt: skip
                     step += 1
-                if X.has_right or X.has_tail:
+                if (X.has_right or X.has_tail) and not X.upwards:
                     for i in range(0, whole_begin - begin):
-                        m = whole_begin - 1 - i
+                        m = block_at(i, begin, whole_begin, X)
                         products, dk, dv = _step(
                             HALF, products, dk, dv, step, m, step + 1 < past, place, of_head + m.to(gl.int64) * (BM * D),
-                            m >= end_before, numbers, low, offset, keys, left, right, buffers, ds_s, barriers, True, X,
+                            is_first_at(m, edge, X), numbers, low, offset, keys, left, right, buffers, ds_s, barriers, True,
+                            X,
                         )  # fmt: skip
                         step += 1
         else:
@@ -209,7 +217,7 @@ def _consume(
         else:
             store_keys(dk_desc, batch, head, key0, keys, n * X.keys, k_s.index(place), X.packed)
         count += 1
-        batch, head, key0, _, rows, keys, n, block0, begin, end, whole_begin, whole_end, end_before, poison = next_tile(
+        batch, head, key0, _, rows, keys, n, block0, begin, end, whole_begin, whole_end, edge, poison = next_tile(
             mail, mail_full, mail_empty, count, 4
         )
     wait_for_stores(0)

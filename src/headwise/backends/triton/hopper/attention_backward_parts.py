@@ -46,7 +46,42 @@ class Variant(NamedTuple):
 
 @constexpr_function
 def constants(*values: Any) -> Any:
-    return Constants(Variant._fields, values)
+    """With one name more: ``upwards``, for tiles that take turns in a triangle.
+
+    Their last keys go first, and each walks from the first block of queries that sees it to the last one: tiles that start
+    together then follow each other through the blocks, one step apart. In all other calls the first keys go first and
+    blocks are walked from the last to the first.
+    """
+    x = Variant(*values)
+    upwards = x.deterministic and x.has_right and not x.has_left and not x.packed
+    return Constants((*Variant._fields, "upwards"), (*values, upwards))
+
+
+@gluon.jit
+def block_at(i, begin, end, X: gl.constexpr):
+    """The i-th block of queries that a tile visits of those from ``begin`` to ``end``."""
+    if X.upwards:
+        return begin + i
+    else:
+        return end - 1 - i
+
+
+@gluon.jit
+def is_first_at(m, edge, X: gl.constexpr):
+    """Is a tile the first of all to add to block ``m``? ``edge`` is where the blocks end that a tile before it adds to."""
+    if X.upwards:
+        return m < edge
+    else:
+        return m >= edge
+
+
+@gluon.jit
+def _turn_of(n, where, X: gl.constexpr):
+    """The place of tile ``n`` of a head in the order of adding."""
+    if X.upwards:
+        return where[1] - 1 - n
+    else:
+        return n
 
 
 @gluon.jit
@@ -114,9 +149,9 @@ def _tile_of(tile, where, X: gl.constexpr):
     """Where a tile lies and what it sees.
 
     (batch, key head, first key and first row of the sequence, its rows and keys, number of the tile in it, first block of
-    the sequence among all blocks, first and past-last block of queries, the same of those that need no mask, the
-    past-last block of queries of the tile before, and bits to add to its gradients: zero or, where the offsets of a
-    packed batch make no sense, not a number.)
+    the sequence among all blocks, first and past-last block of queries, the same of those that need no mask, where the
+    blocks end that a tile before it adds to (see `is_first_at`), and bits to add to its gradients: zero or, where the
+    offsets of a packed batch make no sense, not a number.)
     """
     records, tiles, batch_heads, together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group = where
     BM: gl.constexpr = X.rows
@@ -139,6 +174,8 @@ def _tile_of(tile, where, X: gl.constexpr):
         within = tile % (together * tiles)
         width = gl.minimum(together, batch_heads - set_of_heads * together)
         n = within // width
+        if X.upwards:
+            n = tiles - 1 - n
         batch_head = set_of_heads * together + within % width
         batch = batch_head // key_heads
         head = batch_head % key_heads
@@ -150,7 +187,7 @@ def _tile_of(tile, where, X: gl.constexpr):
     high = gl.minimum(low + BN, keys) - 1
     begin = 0
     end = gl.cdiv(rows, BM)
-    end_before = end  # of the tile before this one
+    edge = end
     whole_end = end
     if X.has_right:
         begin = gl.maximum(low - right - offset, 0) // BM
@@ -158,7 +195,7 @@ def _tile_of(tile, where, X: gl.constexpr):
     if X.has_right:
         whole_begin = gl.cdiv(gl.maximum(high - right - offset, 0), BM)
     if X.has_left:
-        end_before = gl.minimum(end, gl.cdiv(gl.maximum(low + left - offset, 0), BM))
+        edge = gl.minimum(end, gl.cdiv(gl.maximum(low + left - offset, 0), BM))
         whole_end = gl.maximum(low + left - offset + 1, 0) // BM
         end = gl.minimum(end, gl.cdiv(gl.maximum(high + left - offset + 1, 0), BM))
     end = gl.maximum(end, begin)
@@ -170,10 +207,14 @@ def _tile_of(tile, where, X: gl.constexpr):
             end = begin  # there are no such keys
     whole_end = gl.minimum(whole_end, end)
     whole_begin = gl.minimum(gl.maximum(whole_begin, begin), whole_end)
-    if n == 0:
-        end_before = 0
+    if X.upwards:
+        if n < tiles - 1:
+            edge = gl.maximum(low + BN - right - offset, 0) // BM
+    else:
+        if n == 0:
+            edge = 0
     return (
-        batch, head, first_key, first_row, rows, keys, n, block0, begin, end, whole_begin, whole_end, end_before, poison
+        batch, head, first_key, first_row, rows, keys, n, block0, begin, end, whole_begin, whole_end, edge, poison
     )  # fmt: skip
 
 
@@ -265,7 +306,7 @@ def produce(descriptors, buffers, mail, ticket, barriers, where, X: gl.constexpr
             for member in range(0, group):
                 q_head = head * group + member
                 for i in range(0, end - begin):
-                    m = end - 1 - i
+                    m = block_at(i, begin, end, X)
                     stage = step % X.stages
                     phase = (step // X.stages) & 1
                     at = (q_head * all_blocks + block0 + m) * 2
@@ -297,7 +338,7 @@ def produce(descriptors, buffers, mail, ticket, barriers, where, X: gl.constexpr
 
 @gluon.jit
 def await_turns(turns, mail, mail_full, mail_empty, may_add, passed, where, X: gl.constexpr):
-    """Tiles add to a block of dQ in the order of their keys: each waits for the one before it, off the consumers' path.
+    """Tiles add to a block of dQ in one order: each waits for the one before it, off the consumers' path.
 
     One warp waits for turns and one passes them on: passing one takes as long as the sums of a step take to arrive.
     """
@@ -305,24 +346,20 @@ def await_turns(turns, mail, mail_full, mail_empty, may_add, passed, where, X: g
     group = where[11]
     step = 0
     count = 0
-    batch, head, _, _, _, _, n, block0, begin, end, _, _, end_before, _ = next_tile(
-        mail, mail_full, mail_empty, count, 1
-    )
+    batch, head, _, _, _, _, n, block0, begin, end, _, _, edge, _ = next_tile(mail, mail_full, mail_empty, count, 1)
     while n >= 0:
         for member in range(0, group):
             counters = turns + (head * group + member).to(gl.int64) * all_blocks + block0
             for i in range(0, end - begin):
-                m = end - 1 - i
+                m = block_at(i, begin, end, X)
                 stage = step % X.stages
                 mbarrier.wait(passed.index(stage), ((step // X.stages) & 1) ^ 1)
-                if m < end_before:
-                    _wait_for_turn(counters + m, n)
+                if not is_first_at(m, edge, X):
+                    _wait_for_turn(counters + m, _turn_of(n, where, X))
                 mbarrier.arrive(may_add.index(stage))
                 step += 1
         count += 1
-        batch, head, _, _, _, _, n, block0, begin, end, _, _, end_before, _ = next_tile(
-            mail, mail_full, mail_empty, count, 1
-        )
+        batch, head, _, _, _, _, n, block0, begin, end, _, _, edge, _ = next_tile(mail, mail_full, mail_empty, count, 1)
 
 
 @gluon.jit
@@ -339,7 +376,7 @@ def pass_turns(turns, mail, mail_full, mail_empty, added, passed, where, X: gl.c
             for i in range(0, end - begin):
                 stage = step % X.stages
                 mbarrier.wait(added.index(stage), (step // X.stages) & 1)
-                _pass_turn(counters + (end - 1 - i), n + 1)
+                _pass_turn(counters + block_at(i, begin, end, X), _turn_of(n, where, X) + 1)
                 mbarrier.arrive(passed.index(stage))
                 step += 1
         count += 1

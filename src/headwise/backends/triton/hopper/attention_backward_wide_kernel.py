@@ -25,9 +25,11 @@ from headwise.backends.triton.hopper.attention_backward_parts import (
     add_to_sums,
     all_consumers,
     await_turns,
+    block_at,
     constants,
     from_fragment_order,
     in_fragment_order,
+    is_first_at,
     next_tile,
     only_seen,
     opaque_zero,
@@ -108,7 +110,7 @@ def _weigh(dv_desc, buffers, p_s, mail, barriers, where, numbers, X: gl.constexp
             products = warpgroup_mma_wait(
                 0, [_scores(_tile(k_s, opaque_zero(), WIDTH), _tile(q_s, stage, WIDTH), D1)]
             )  # fmt: skip
-            m = end - 1
+            m = block_at(0, begin, end, X)
             for i in range(0, steps):
                 stage = step % X.stages
                 p = weights_of(products, lse_s.index(stage).load(_SCORES), score_scale, softcap, X)
@@ -130,10 +132,10 @@ def _weigh(dv_desc, buffers, p_s, mail, barriers, where, numbers, X: gl.constexp
                 dv0, dv1, p_16 = warpgroup_mma_wait(2, [dv0_started, dv1_started, p_16])
                 mbarrier.arrive(do_empty.index(stage))
                 products = warpgroup_mma_wait(0, [started])
-                m -= 1
+                m = m + 1 if X.upwards else m - 1
                 if X.grouped:
-                    if m < begin:
-                        m = end - 1
+                    if (m < begin) | (m >= end):
+                        m = block_at(0, begin, end, X)
                 step += 1
         if X.packed:
             dv0 += poison.to(gl.float32, bitcast=True)
@@ -229,13 +231,13 @@ def _spread(
     k = reinterpret(k_s, [WIDTH // _SUMS, 64, _SUMS], gl.NVMMASharedLayout(128, 16, 2))
     step = 0
     count = 0
-    _, head, _, _, _, _, n, block0, begin, end, _, _, end_before, _ = next_tile(mail, mail_full, mail_empty, count, 4)
+    _, head, _, _, _, _, n, block0, begin, end, _, _, edge, _ = next_tile(mail, mail_full, mail_empty, count, 4)
     while n >= 0:
         mbarrier.wait(kv_full.index(0), count & 1)
         for member in range(0, group):
             of_head = sums + ((head * group + member).to(gl.int64) * all_blocks + block0) * (64 * X.dim)
             for i in range(0, end - begin):
-                m = end - 1 - i
+                m = block_at(i, begin, end, X)
                 at = of_head + m.to(gl.int64) * (64 * X.dim)
                 stage = step % X.stages
                 mbarrier.wait(ds_full.index(stage), (step // X.stages) & 1)
@@ -246,14 +248,12 @@ def _spread(
                     dq = warpgroup_mma_wait(0, [started])
                     if X.deterministic:
                         mbarrier.wait(may_add.index(stage), (step // X.stages) & 1)
-                    add_to_sums(dq, at + piece * (64 * _SUMS), m >= end_before, X)
+                    add_to_sums(dq, at + piece * (64 * _SUMS), is_first_at(m, edge, X), X)
                 mbarrier.arrive(ds_empty.index(stage))
                 step += 1
         all_consumers("bar.sync 8, 384")
         count += 1
-        _, head, _, _, _, _, n, block0, begin, end, _, _, end_before, _ = next_tile(
-            mail, mail_full, mail_empty, count, 4
-        )
+        _, head, _, _, _, _, n, block0, begin, end, _, _, edge, _ = next_tile(mail, mail_full, mail_empty, count, 4)
 
 
 @gluon.jit(
