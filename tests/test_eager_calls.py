@@ -18,16 +18,13 @@ def dispatched(monkeypatch):
     """Whether a call of softmax went through the operator."""
     seen = []
     op = torch.ops.headwise.softmax_forward.default
-    kernel = module._forward
-    place = next(i for i, cell in enumerate(kernel.__closure__) if cell.cell_contents is op)
 
     def through(*args):
         seen.append(args)
         return op(*args)
 
-    kernel.__closure__[place].cell_contents = through
-    yield seen
-    kernel.__closure__[place].cell_contents = op
+    monkeypatch.setattr(module._forward, "_op", through)
+    return seen
 
 
 def test_a_plain_call_goes_past_the_operator(dispatched):

@@ -1,12 +1,19 @@
-"""A call that was checked once is not checked again; one that differs in anything that checks look at is."""
+"""Of a call like an earlier one only what differs is done again; one that differs in what counts is no such call."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+from contextlib import contextmanager
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 from headwise.backends import registry
+from headwise.backends.triton import tile_sizes
+from headwise.config import settings
 from headwise.ops import _remembered
 from headwise.ops.attention import dense
 
@@ -110,19 +117,113 @@ def test_other_ops_look_at_the_shapes_of_all_their_tensors(checked):
         hw.rms_norm(x, torch.ones(7))
 
 
-def test_the_deterministic_switch_is_part_of_the_kind():
+@contextmanager
+def the_other_deterministic_switch():
+    is_on = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(not is_on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(is_on)
+
+
+@contextmanager
+def another_setting():
+    before, settings.validate = settings.validate, not settings.validate
+    try:
+        yield
+    finally:
+        settings.validate = before
+
+
+# What a call depends on beside its arguments; and whether after it things are as they were before it.
+SURROUNDINGS = {
+    "the deterministic switch": (the_other_deterministic_switch, True),
+    "gradients": (torch.no_grad, True),
+    "autocast": (lambda: torch.autocast("cpu"), True),
+    "a backend": (lambda: registry.use_backend("cpu"), True),
+    "a setting": (another_setting, False),  # who knows what else changed with it
+    "a tile": (lambda: tile_sizes.forced("attention_forward", tile_sizes.Tile(16, 16, 4, 1)), False),
+}
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_the_surroundings_are_part_of_the_kind(name):
     inputs = tuple(qkv())
 
     def of():
         return _remembered.kind("attention", inputs, (True,))
 
-    before, is_on = of(), torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(not is_on)
-    try:
-        assert of() != before
-    finally:
-        torch.use_deterministic_algorithms(is_on)
+    change, back_again = SURROUNDINGS[name]
+    before = of()
     assert of() == before
+    with change():
+        assert of() != before
+    assert (of() == before) == back_again
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "watching", [Mode, torch.profiler.profile, lambda: torch.device("meta"), torch.autograd.forward_ad.dual_level]
+)
+def test_who_watches_sees_the_call_itself(watching):
+    inputs = tuple(qkv())
+    with watching():
+        assert _remembered.kind("attention", inputs, (True,)) is None
+
+
+def test_what_is_not_in_memory_as_it_seems_is_no_kind():
+    q, k, v = qkv()
+    negative = torch.randn(1, 2, 5, 8, dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+    for x in (
+        negative,
+        torch._efficientzerotensor((1, 2, 5, 8)),
+        q.to_sparse(),
+        q.as_subclass(type("Own", (torch.Tensor,), {})),
+    ):
+        assert _remembered.kind("attention", (x, k, v), (True,)) is None
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_what_is_kept_is_no_data(checked, gradient):
+    first, second = qkv(), qkv()
+    if gradient:
+        first, second = ([x.requires_grad_() for x in of] for of in (first, second))
+    out, again = hw.attention(*first, causal=True), hw.attention(*second, causal=True)
+    assert len(checked) == 1
+    assert out.data_ptr() != again.data_ptr()
+    for inputs, result in ((first, out), (second, again)):
+        expected = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+        torch.testing.assert_close(result, expected)
+        if gradient:
+            sums = [torch.autograd.grad(x.sum(), inputs) for x in (result, expected)]
+            torch.testing.assert_close(*sums)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_what_is_kept_holds_no_tensor(checked, gradient):
+    inputs = [x.requires_grad_(gradient) for x in qkv()]
+    held = [weakref.ref(x) for x in inputs]
+    hw.attention(*inputs)
+    assert _remembered._known
+    inputs.clear()
+    gc.collect()
+    assert all(ref() is None for ref in held)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_no_call_that_was_made_before_it(checked, dtype):
+    inputs = qkv(dtype=dtype)
+    plain = hw.attention(*inputs)
+    with torch.autocast("cpu"):
+        for _ in range(2):
+            assert torch.equal(hw.attention(*inputs), plain)
+    assert len(checked) == 2
 
 
 @pytest.mark.filterwarnings("ignore")  # it is deprecated, and says so, and more

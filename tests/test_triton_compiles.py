@@ -118,7 +118,7 @@ CALLS = {
 def row_launches(monkeypatch):
     """What an op launches for so many rows of a width, as the arguments of ``launch``."""
     launches = []
-    for module in (softmax, rms_norm, cross_entropy, embedding, transpose):
+    for module in (launching, softmax, rms_norm, cross_entropy, embedding, transpose):
         monkeypatch.setattr(module, "launch", lambda *launch: launches.append(launch))
 
     def of(op, dtype, rows, width):
@@ -233,6 +233,7 @@ def test_what_attention_launches_compiles_and_fits(name, dtype, target, monkeypa
     launches = []
     for module in (launching, probs, merge):
         monkeypatch.setattr(module, "launch", lambda *launch: launches.append(launch))
+    monkeypatch.setattr(decode, "multiprocessors", lambda x: 132)
     for module in (decode, probs):
         monkeypatch.setattr(module, "architecture", lambda device: target)
         if target == "gfx942":
@@ -245,9 +246,9 @@ def test_what_attention_launches_compiles_and_fits(name, dtype, target, monkeypa
         compiled = _compile(launch, TARGETS[target][0])
         assert compiled.metadata.shared <= TARGETS[target][1]
         if target == "sm_90" and in_registers:
-            # Of float32 the assembler may put a few words aside to fit a second program on a multiprocessor.
-            few = 8 if name == "decode, pages of 64, all flags" else 0
-            assert _stack(compiled, tmp_path) <= (few if dtype == torch.bfloat16 else 16)
+            # The assembler may put a few words aside, of float32 to fit a second program on a multiprocessor.
+            few = 16 if name in ("decode, 256", "decode, pages of 64, all flags") else 0
+            assert _stack(compiled, tmp_path) <= (few if dtype == torch.bfloat16 else 24)
 
 
 def _compile(launch, gpu):

@@ -1,4 +1,4 @@
-"""Decoding in Triton's interpreter: who merges the parts, and the counters by which it knows.
+"""Decoding in Triton's interpreter: who computes which shares, who merges, and the counters by which it knows.
 
 Without the interpreter there is nothing to run here; tests/gpu has the same on a GPU.
 """
@@ -29,7 +29,10 @@ def kept(monkeypatch):
         return counters
 
     monkeypatch.setattr(decode, "zeros", zeros)
-    return counters, asked
+    monkeypatch.setattr(decode, "shares_of_a_program", lambda shares, tiles, processors: 1)
+    decode._plans.cache_clear()
+    yield counters, asked
+    decode._plans.cache_clear()
 
 
 def call(batch=2, heads=6, key_heads=2, queries=1, capacity=300, dim=16, splits=4, **others):
@@ -76,6 +79,34 @@ def test_both_ways_to_merge_give_the_same_bits(kept, monkeypatch, sink):
         assert torch.equal(out, again)
         assert torch.equal(lse, again_lse)
         asked.clear()
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_however_many_shares_a_program_has_the_bits_are_the_same(kept, monkeypatch, sink):
+    others = {"sink": torch.randn(6)} if sink else {}
+    shapes = (
+        {"splits": 11, "capacity": 700},
+        {"batch": 3, "splits": 19, "capacity": 1300},
+        {"queries": 4, "window": (30, 0)},
+    )
+    for shape in shapes:
+        results = []
+        for each in (1, decode.BUNDLE, shape.get("splits", 4)):
+            for itself in (True, False):
+                monkeypatch.setattr(decode, "shares_of_a_program", lambda shares, tiles, processors, n=each: n)
+                monkeypatch.setattr(decode, "_merges_itself", lambda q, plans, itself=itself: itself)
+                decode._plans.cache_clear()
+                result, expected = call(**shape, **others)
+                results.append(result)
+                torch.testing.assert_close(result[0], expected[0], atol=1e-5, rtol=1e-5)
+        for out, lse in results[1:]:
+            assert torch.equal(out, results[0][0])
+            assert torch.equal(lse, results[0][1])
+
+
+def test_programs_have_as_many_shares_as_leave_enough_programs():
+    assert [decode.shares_of_a_program(16, tiles, 132) for tiles in (8, 49, 50, 197, 198, 512)] == [1, 1, 4, 4, 16, 16]
+    assert decode.shares_of_a_program(1, 8, 132) == 1
 
 
 def test_many_parts_are_merged_by_a_kernel_of_their_own(kept):

@@ -90,6 +90,16 @@ def test_all_flags_compile_and_fit(arch, packed, launches, monkeypatch):
         assert _compile(launch, ARCHITECTURES[arch][0]).metadata.shared <= ARCHITECTURES[arch][1]
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_all_flags_fit_float32_in_parts(dim, launches, monkeypatch):
+    """A mask or bias needs shared memory of its own, beside three tiles where others have one."""
+    _record("sm_90", torch.float32, dim, ALL_FLAGS, monkeypatch, everything=True)
+    kernels = {launch[0].__name__: launch for launch in launches}
+    assert {"_split", "_forward", "_backward_queries", "_backward_keys"} < kernels.keys()
+    for launch in kernels.values():
+        assert _compile(launch, ARCHITECTURES["sm_90"][0]).metadata.shared <= ARCHITECTURES["sm_90"][1]
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_tables_are_complete(arch):
     content = json.loads((tile_sizes.TABLES / f"{arch}.json").read_text())

@@ -65,6 +65,8 @@ def test_the_grid_holds_only_what_may_fit():
     assert {t.passes for t in ON_THE_GRID} == {1}
     small = tuning.grid(FORWARD, 64 * 1024)
     assert set(small) < set(ON_THE_GRID)
+    in_parts = tuning.grid(FORWARD._replace(bits=32), 227 * 1024, 3)  # 6 bytes per number instead of 4
+    assert {t._replace(parts=1) for t in in_parts} < set(tuning.grid(FORWARD._replace(bits=32), 227 * 1024))
 
 
 def test_the_search_climbs_to_the_fastest():

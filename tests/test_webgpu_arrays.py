@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
 
 import headwise as hw
 from headwise import webgpu
+from headwise.backends.webgpu import array as headwise_array
+from headwise.backends.webgpu import runtime
 from headwise.config import Settings, settings
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -157,3 +161,108 @@ def test_a_binding_that_makes_no_sense_names_its_variable(monkeypatch, value):
     monkeypatch.setenv("HEADWISE_WEBGPU_BINDING", value)
     with pytest.raises(ValueError, match="HEADWISE_WEBGPU_BINDING"):
         Settings.from_environment()
+
+
+# ------------------------------------------------------------------------------------------------------- prepared calls
+
+
+def arrays(*shapes):
+    return [webgpu.array(torch.randn(shape)) for shape in shapes]
+
+
+def close(ours, expected):
+    torch.testing.assert_close(ours.torch(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_prepared_call_knows_which_arguments_lie_in_one_memory():
+    """Of one kind by shapes, and not one plan: k is v in some calls, q is k in others, and all are apart in the last."""
+    shape = (1, 2, 5, 8)
+    for _ in range(3):
+        a, b, c = arrays(shape, shape, shape)
+        for q, k, v in ((a, b, b), (a, a, b), (a, b, a), (a, a, a), (a, b, c), (c, b, a)):
+            expected = hw.attention(*(x.torch() for x in (q, k, v)), causal=True, backend="cpu")
+            close(hw.attention(q, k, v, causal=True), expected)
+
+
+def test_a_prepared_call_of_two_arguments_knows_it_too():
+    for _ in range(2):
+        a, b = arrays((9, 8), (9, 8))
+        for x, weight in ((a, a), (a, b), (b, b), (b, a)):
+            expected = torch.nn.functional.rms_norm(x.torch()[:8], (8,), weight.torch()[8], 1e-6)
+            close(hw.rms_norm(x[:8], weight[8]), expected)
+
+
+def test_a_prepared_call_on_a_view_reads_the_view():
+    """The layout is the same but for where it begins."""
+    x = webgpu.array(torch.randn(6, 8))
+    for _ in range(2):
+        for first in range(3):
+            part = x[first : first + 4]
+            close(hw.softmax(part), x.torch()[first : first + 4].softmax(-1))
+
+
+def test_a_prepared_call_goes_on_after_plans_were_forgotten():
+    x = webgpu.array(torch.randn(4, 8))
+    device = runtime.device()
+    for _ in range(3):
+        close(hw.softmax(x), x.torch().softmax(-1))
+        device.plans.clear()
+
+
+def test_a_prepared_call_goes_on_when_the_device_was_opened_again():
+    for _ in range(3):
+        x = webgpu.array(torch.randn(4, 8))
+        close(hw.softmax(x), x.torch().softmax(-1))
+        runtime.forget()
+
+
+def test_rms_norm_without_gradients_makes_one_array(monkeypatch):
+    """What only a backward reads is neither written nor wrapped; with gradients it is."""
+    x, weight = arrays((4, 8), (8,))
+    expected = torch.nn.functional.rms_norm(x.torch(), (8,), weight.torch(), 1e-6)
+    hw.rms_norm(x, weight)
+    made = []
+    make = headwise_array._array_of
+    monkeypatch.setattr(headwise_array, "_array_of", lambda *arguments: made.append(1) or make(*arguments))
+    y = hw.rms_norm(x, weight)
+    close(y, expected)
+    assert len(made) == 1
+    leaf = webgpu.array(x.torch()).requires_grad_()
+    for _ in range(2):
+        made.clear()
+        z = hw.rms_norm(leaf, weight)
+    assert len(made) == 2
+    assert torch.equal(z.detach().torch(), y.torch())
+    z.backward(webgpu.array(torch.ones(4, 8)))
+    on_cpu = x.torch().requires_grad_()
+    torch.nn.functional.rms_norm(on_cpu, (8,), weight.torch(), 1e-6).sum().backward()
+    close(leaf.grad, on_cpu.grad)
+
+
+def test_rms_norm_without_gradients_of_nothing():
+    assert hw.rms_norm(webgpu.array(torch.zeros(0, 8)), None).shape == (0, 8)
+    assert hw.rms_norm(webgpu.array(torch.zeros(4, 0)), None).shape == (4, 0)
+
+
+def test_decoding_one_token_needs_no_dim_for_it():
+    q, k, v = arrays((2, 4, 8), (2, 2, 12, 8), (2, 2, 12, 6))
+    lengths = webgpu.array(torch.tensor([12, 5]))
+    for _ in range(2):
+        out, lse = hw.attention_decode(q, k, v, lengths, return_lse=True)
+        assert out.shape == (2, 4, 6)
+        expected = hw.attention_decode(*(x.torch() for x in (q, k, v, lengths)), return_lse=True, backend="cpu")
+        close(out, expected[0])
+        close(lse, expected[1])
+    # Heads may lie apart.
+    wide = webgpu.array(torch.randn(4, 2, 8)).transpose(0, 1)
+    out = hw.attention_decode(wide, k, v, lengths)
+    close(out, hw.attention_decode(*(x.torch() for x in (wide, k, v, lengths)), backend="cpu"))
+
+
+def test_what_is_prepared_keeps_no_array_alive():
+    x, weight = arrays((4, 8), (8,))
+    seen = [weakref.ref(x), weakref.ref(weight)]
+    hw.softmax(x), hw.rms_norm(x, weight), hw.attention(*arrays(*[(1, 1, 4, 8)] * 3))
+    del x, weight
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None]

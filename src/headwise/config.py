@@ -14,7 +14,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -26,6 +27,16 @@ class Settings:
     webgpu_adapter: str | None = None
     webgpu_tier: str | None = None
     webgpu_binding_bytes: int | None = None
+    # Grows with every change: what was worked out from the settings is kept together with it, and not used after it.
+    changes: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        self.changed()
+
+    def changed(self) -> None:
+        """What was worked out so far holds no longer: a setting is another, or something that counts like one."""
+        object.__setattr__(self, "changes", self.changes + 1)
 
     @staticmethod
     def from_environment() -> Settings:

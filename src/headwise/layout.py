@@ -13,23 +13,25 @@ from torch import Tensor
 
 def empty_like_heads(x: Tensor, last: int) -> Tensor:
     """Uninitialised ``(B, H, S, last)`` in the layout of x ``(B, H, S, D)``."""
-    batch, heads, length, dim = x.shape
-    if dim == last and x.is_contiguous():
-        return torch.empty_like(x)
-    if x.stride(1) < x.stride(2):
-        return _heads_inside(x, last)
-    return x.new_empty((batch, heads, length, last))
+    return x.new_empty_strided((*x.shape[:3], last), strides_like_heads(x, last))
+
+
+def strides_like_heads(x: Tensor, last: int) -> tuple[int, int, int, int]:
+    """Strides of a ``(B, H, S, last)`` in the layout of x ``(B, H, S, D)``."""
+    _, heads, length, dim = x.shape
+    if not (dim == last and x.is_contiguous()) and x.stride(1) < x.stride(2):
+        return _inside(heads, length, last)
+    return heads * length * last, length * last, last, 1
 
 
 def empty_heads_inside(x: Tensor) -> Tensor:
     """Uninitialised, in the shape of x ``(B, H, S, D)``, stored as ``(B, S, H, D)``."""
-    return _heads_inside(x, x.shape[3])
+    # Not as a view of (B, S, H, D): autograd forbids changes in place to views that an op returns.
+    return x.new_empty_strided(x.shape, _inside(*x.shape[1:]))
 
 
-def _heads_inside(x: Tensor, last: int) -> Tensor:
-    # Not as a view of (B, S, H, last): autograd forbids changes in place to views that an op returns.
-    batch, heads, length, _ = x.shape
-    return x.new_empty_strided((batch, heads, length, last), (length * heads * last, last, heads * last, 1))
+def _inside(heads: int, length: int, last: int) -> tuple[int, int, int, int]:
+    return length * heads * last, last, heads * last, 1
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

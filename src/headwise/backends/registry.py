@@ -76,10 +76,7 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 def asked() -> tuple[Any, ...]:
     """What a choice depends on that a program may change while it runs, beside the call and the backend that it names."""
-    return (
-        getattr(_forced, "name", _NOT_SET), settings.backend, settings.tiles, settings.webgpu_adapter,
-        settings.webgpu_tier, settings.webgpu_binding_bytes, _times_asked,
-    )  # fmt: skip
+    return getattr(_forced, "name", _NOT_SET), settings.changes
 
 
 def choose(call: Call, backend: str | None) -> str:
@@ -140,9 +137,8 @@ availability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def ask_again(name: str) -> None:
     """What `availability` found for a backend holds no longer."""
-    global _times_asked
-    _times_asked += 1
     _availability.pop(name, None)
+    settings.changed()
 
 
 def launcher(backend: str, name: str) -> Callable[..., Any]:
@@ -155,6 +151,23 @@ def launcher(backend: str, name: str) -> Callable[..., Any]:
     return _launchers[key]
 
 
+def prepares(backend: str, name: str) -> bool:
+    """Does this launcher have a `prepare` of its own?"""
+    return hasattr(launcher(backend, name), "prepare")
+
+
+def prepare(backend: str, name: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Callable[..., Any]:
+    """What is left to do for launches of kernel ``name`` that differ from this one in the contents of ``tensors`` alone.
+
+    It is called with such tensors. A launcher that has something to gain from it has a `prepare` of its own, which is called
+    with the arguments of the launcher.
+    """
+    launch = launcher(backend, name)
+    if prepares(backend, name):
+        return launch.prepare(*tensors, *others)  # type: ignore[attr-defined]
+    return lambda *tensors: launch(*tensors, *others)
+
+
 def _find(name: str) -> Backend:
     for row in BACKENDS:
         if row.name == name:
@@ -163,5 +176,4 @@ def _find(name: str) -> Backend:
 
 
 _availability: dict[str, str | None] = {}
-_times_asked = 0
 _launchers: dict[tuple[str, str], Callable[..., Any]] = {}

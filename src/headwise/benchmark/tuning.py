@@ -83,9 +83,9 @@ class Search(NamedTuple):
 CLIMB, QUICK, EVERYTHING = Search(2, 4), Search(1, 1), Search(99, 1)
 
 
-def grid(of: ShapeClass, shared_memory: int) -> list[Tile]:
-    """The tiles that a class could use."""
-    tiles = [Tile(**dict(zip(_FIELDS, values, strict=True))) for values in product(*_FIELDS.values())]
+def grid(of: ShapeClass, shared_memory: int, parts: int = 1) -> list[Tile]:
+    """The tiles that a class could use, with operands in so many parts."""
+    tiles = [Tile(**dict(zip(_FIELDS, values, strict=True)), parts=parts) for values in product(*_FIELDS.values())]
     if of.kernel != "attention_backward_keys":  # the only one that can go over its keys twice
         tiles = [t for t in tiles if t.passes == 1]
     if torch.version.hip is not None:  # where registers cannot be limited
@@ -106,7 +106,7 @@ def _nearest(values: tuple[int, ...], x: int) -> int:
 
 def _may_fit(of: ShapeClass, tile: Tile, shared_memory: int) -> bool:
     """Whether registers and shared memory could suffice, by what a tile must hold at the very least."""
-    element = of.bits // 8
+    element = of.bits // 8 if tile.parts == 1 else 2 * tile.parts
     scores = tile.queries * tile.keys
     if of.kernel == "attention_backward_keys":
         sums, streamed = 2 // tile.passes * tile.keys * of.head_dim, 2 * tile.queries

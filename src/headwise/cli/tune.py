@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
             outcome = tuning.tune_class(
                 of,
                 bench,
-                tuning.grid(of, tuning.shared_memory(device)),
+                tuning.grid(of, tuning.shared_memory(device), bench.current().parts),
                 tuning.QUICK if args.quick else tuning.EVERYTHING if args.all else tuning.CLIMB,
                 lambda of, tiles: _screened(of, tiles, compilers),
                 lambda: progress.advance(task),

@@ -5,8 +5,9 @@ on a `Library` and putting an `autograd.Function` on the Autograd key costs abou
 `opcheck` is clean, `torch.compile(fullgraph=True)` sees one opaque node with a traced backward.
 
 An operator implemented in Python still costs an eager call its ways into C++ and back. Where nobody is there to see the
-difference (no tracing, no modes, no transforms, no profiler, plain tensors), `define` goes past it: the same
-`autograd.Function`, or the implementation at once.
+difference (no tracing, no modes, no transforms, no profiler, plain tensors), an `Operator` goes past it: the same
+`autograd.Function`, or the implementation at once. `Operator.prepared` also leaves out what a call has in common with
+an earlier one; `_remembered` says which calls those are.
 """
 
 from __future__ import annotations
@@ -27,86 +28,118 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 Save = Callable[[Any, tuple[Any, ...], Any], None]
 Backward = Callable[..., tuple[Any, ...]]
+Run = Callable[..., Any]
 
 
 def define(
     name: str,
     schema: str,
     *,
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
+    fake: Run,
+    run: Run | None = None,
+    prepare: Callable[..., Run] | None = None,
+    prepare_alone: Callable[..., Run] | None = None,
     save: Save | None = None,
     backward: Backward | None = None,
-) -> Callable[..., Any]:
+) -> Operator:
     """Register ``headwise::name`` and return what calls it.
 
     run       the implementation, for tensors of any device
+    prepare   in place of ``run``, for an op whose tensors are its first arguments: called with all of them, it returns what
+              is left to do with tensors of that kind
+    prepare_alone   the same where no gradient will be asked for: results that only a backward reads may be None
     fake      the same on shapes alone (`torch.compile`, `torch.export`, meta tensors)
     save      ``save(ctx, args, outputs)`` keeps what backward needs
     backward  ``backward(ctx, *grads)`` gives one gradient per argument; without it, asking for gradients through this
               op raises (the case of the backward ops themselves: no second-order gradients)
     """
+    if run is None:
+        assert prepare is not None
+        run = _in_one_go(schema, prepare)
     op = _define_kernels(name, schema, run, fake)
+    function = _autograd_function(name, save, backward)
 
     def below_autograd(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
-    function = _autograd_function(name, below_autograd, save, backward)
-
     def with_autograd(*args: Any) -> Any:
         if forward_ad._current_level >= 0 and any(_has_tangent(a) for a in args):
             raise NotImplementedError(f"headwise: forward-mode gradients are not supported (through {name})")
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            return function.apply(*args)
+            return function.apply(*args, below_autograd)
         return below_autograd(*args)
 
     _library.impl(name, with_autograd, "Autograd")
-    return _shortcut(name, op, run, save, backward)
+    return Operator(op, function, run, prepare, prepare_alone or prepare)
 
 
-def _shortcut(
-    name: str, op: Any, run: Callable[..., Any], save: Save | None, backward: Backward | None
-) -> Callable[..., Any]:
-    """``op``, without the dispatcher where that makes no difference that anyone could see."""
-    places = [i for i, argument in enumerate(op._schema.arguments) if "Tensor" in str(argument.type)]
+class Operator:
+    """Calls an op of ours, without PyTorch's dispatcher where that makes no difference that anyone could see."""
 
-    def directly(*args: Any) -> Any:
-        # Autograd needs no telling: gradients are off here, or nothing asks for them.
-        if torch._C._is_any_autocast_enabled():
-            return _without_autocast(run, args)
-        return run(*args)
+    def __init__(
+        self, op: Any, function: type[torch.autograd.Function], run: Run, prepare: Callable[..., Run] | None,
+        prepare_alone: Callable[..., Run] | None,
+    ) -> None:  # fmt: skip
+        self._op, self._run, self._prepare, self._prepare_alone = op, run, prepare, prepare_alone
+        # Function.apply in Python looks for functorch's tensors before it calls this; there are none where it is called.
+        self._apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+        self._places = _places_of_tensors(op)
 
-    function = _autograd_function(name, directly, save, backward)
-    # Function.apply in Python looks for functorch's tensors before it calls this; there are none here.
-    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-
-    def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_watched():
-            return op(*args)
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() or is_watched():
+            return self._op(*args)
         gradient = False
-        for place in places:
+        for place in self._places:
             x = args[place]
             if x is not None:
-                # Other types may do things of their own; a negative view and a tensor of zeros without memory are not what
-                # their memory holds.
-                kind = type(x)
-                if kind in PLAIN:
-                    if x.is_neg() or x._is_zerotensor():
-                        return op(*args)
-                elif not hasattr(kind, "headwise_device"):
-                    return op(*args)
+                if not is_plain(x):
+                    return self._op(*args)
                 gradient = gradient or x.requires_grad
-        if gradient and torch.is_grad_enabled():
-            if torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
-                return op(*args)
-            return apply(*args)
-        return directly(*args)
+        return self._directly(args, gradient and torch.is_grad_enabled(), self._run)
 
-    return call
+    def prepared(self, *args: Any) -> Run:
+        """What is left to do for calls of the same kind as this one (see `_remembered`), given their tensors in order."""
+        places, run = self._places, self._run
+        gradient = torch.is_grad_enabled() and any(args[i] is not None and args[i].requires_grad for i in places)
+        if self._prepare is not None and self._prepare_alone is not None:
+            if not gradient and not torch._C._is_any_autocast_enabled():
+                return self._prepare_alone(*args)
+            of_tensors = self._prepare(*args)
+
+            def run(*args: Any) -> Any:
+                return of_tensors(*args[: len(places)])
+
+        others = [None if place in places else value for place, value in enumerate(args)]
+
+        def directly(*tensors: Any) -> Any:
+            args = others.copy()
+            for place, x in zip(places, tensors, strict=True):
+                args[place] = x
+            return self._directly(args, gradient, run)
+
+        return directly
+
+    def _directly(self, args: Any, gradient: bool, run: Run) -> Any:
+        if not gradient:
+            return _without_autocast(run, args) if torch._C._is_any_autocast_enabled() else run(*args)
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
+            return self._op(*args)
+        if torch._C._is_any_autocast_enabled():
+            return self._apply(*args, lambda *args: _without_autocast(run, args))
+        return self._apply(*args, run)
 
 
-def _is_watched() -> bool:
+def is_plain(x: Any) -> bool:
+    """Is it what its memory holds? Other types may do things of their own; a negative view and a tensor of zeros without
+    memory are something else."""
+    kind = type(x)
+    if kind in PLAIN:
+        return x.layout is torch.strided and not x.is_neg() and not x._is_zerotensor()
+    return hasattr(kind, "headwise_device")
+
+
+def is_watched() -> bool:
     """Is anything in the way of a call that wants to see the operator: a mode, a transform, a tracer, a profiler?"""
     return (
         torch._C._len_torch_dispatch_stack() > 0
@@ -116,6 +149,15 @@ def _is_watched() -> bool:
         or forward_ad._current_level >= 0
         or torch._C._autograd._profiler_enabled()
     )
+
+
+def _places_of_tensors(op: Any) -> list[int]:
+    return [i for i, argument in enumerate(op._schema.arguments) if "Tensor" in str(argument.type)]
+
+
+def _in_one_go(schema: str, prepare: Callable[..., Run]) -> Run:
+    tensors = schema.partition("->")[0].count("Tensor")
+    return lambda *args: prepare(*args)(*args[:tensors])
 
 
 def define_with_lists(
@@ -164,19 +206,24 @@ def _no_second_order(name: str) -> Backward:
     return raise_
 
 
-def _autograd_function(
-    name: str, run: Callable[..., Any], save: Save | None, backward: Backward | None
-) -> type[torch.autograd.Function]:
+def _autograd_function(name: str, save: Save | None, backward: Backward | None) -> type[torch.autograd.Function]:
+    """Called with the arguments of the op and, as one more, what computes it from them."""
+    differentiate = backward or _no_second_order(name)
+
     def forward(ctx: Any, *args: Any) -> Any:
-        outputs = run(*args)
+        *args_of_op, run = args
+        outputs = run(*args_of_op)
         # A gradient nobody asked for arrives as None, not as a tensor of zeros.
         ctx.set_materialize_grads(False)
         if save is not None:
-            save(ctx, args, outputs)
+            save(ctx, tuple(args_of_op), outputs)
         return outputs
 
     return type(
         f"Headwise_{name}",
         (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(backward or _no_second_order(name))},
+        {
+            "forward": staticmethod(forward),
+            "backward": staticmethod(lambda ctx, *grads: (*differentiate(ctx, *grads), None)),
+        },
     )

@@ -1,8 +1,9 @@
-"""Calls that were checked once: the next one of the same kind is not checked again.
+"""Calls like an earlier one: what the two have in common is worked out once.
 
-Checking the arguments of an attention call and choosing its backend costs the host 10 to 20 µs, as much as launching its
-kernel. Neither looks at data: both depend on shapes, strides, dtypes, devices and plain numbers alone. So what they came
-to is kept by these. A call that raises is not kept, and raises again.
+Checking the arguments of an attention call, choosing its backend and working its launch out costs the host 20 to 30 µs,
+more than the launch. None of it looks at data: it depends on shapes, strides, dtypes, devices and plain numbers alone, the
+*kind* of a call. What is left to do is kept by the kind: to make the results and to launch, given the tensors. A call
+that raises is not kept, and raises again.
 """
 
 from __future__ import annotations
@@ -13,35 +14,41 @@ from typing import Any
 import torch
 
 from headwise.backends import registry
-from headwise.ops._library import PLAIN
+from headwise.ops._library import PLAIN, Operator, Run, is_plain, is_watched
 
 _LIMIT = 4096  # a process that meets ever new sizes must not keep them all
 Kind = tuple[Any, ...]
 
 # Threads share it without a lock: an entry is written in one step and depends on its key alone.
-_known: dict[Kind, Any] = {}
+_known: dict[Kind, Run] = {}
 
 
 def kind(op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Kind | None:
-    """All that checks and choice may depend on; None where it cannot be said (while tracing, or wrong arguments)."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    """All that a call may depend on but its data and where that lies (address, stream).
+
+    None where it cannot be said: someone watches who has to see the call itself, or an argument is not what it should be.
+    """
+    if torch.compiler.is_compiling() or is_watched():
         return None
-    facts: list[Any] = [op, registry.asked(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()]
+    facts: list[Any] = [
+        op, others, registry.asked(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
+        torch._C._is_any_autocast_enabled(), *map(type, others),
+    ]  # fmt: skip
+    if tuple in facts:  # a window; types, those of its sides included, because True == 1 == 1.0
+        facts += [tuple(map(type, value)) for value in others if type(value) is tuple]
     for x in tensors:
         if x is None:
             facts.append(None)
-            continue
-        of = type(x)
-        if (of not in PLAIN and not hasattr(of, "headwise_device")) or x.layout is not torch.strided:
+        elif not is_plain(x):
             return None
-        facts += (of, x.dtype, x.shape, x.stride(), x.device, x.requires_grad)
-    for value in others:
-        # Types too, those of a window's sides included: True == 1 == 1.0.
-        facts += (value, tuple(map(type, value)) if type(value) is tuple else type(value))
+        elif type(x) in PLAIN:
+            facts += (type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad)
+        else:
+            facts += x.headwise_facts()
     return tuple(facts)
 
 
-def recall(kind: Kind | None) -> Any:
+def recall(kind: Kind | None) -> Run | None:
     """What was kept for such calls; None if nothing was."""
     if kind is None:
         return None
@@ -51,11 +58,13 @@ def recall(kind: Kind | None) -> Any:
         return None
 
 
-def keep(kind: Kind | None, decision: Any) -> Any:
-    """The same decision for the next call of this kind."""
-    if kind is not None:
-        if len(_known) >= _LIMIT:
-            _known.clear()
-        with suppress(TypeError):
-            _known[kind] = decision
-    return decision
+def keep(kind: Kind | None, op: Operator, *args: Any) -> Run:
+    """What is left to do for the call of ``op`` with these arguments, and others of its kind: call it with their tensors."""
+    if kind is None:
+        return lambda *tensors: op(*args)
+    run = op.prepared(*args)
+    if len(_known) >= _LIMIT:
+        _known.clear()
+    with suppress(TypeError):
+        _known[kind] = run
+    return run

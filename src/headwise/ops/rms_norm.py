@@ -10,6 +10,7 @@ Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv 1910.074
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,10 +30,11 @@ def rms_norm(
     Any strides; the result is contiguous. Differentiable in ``x`` and ``weight``.
     """
     kind = _remembered.kind("rms_norm", (x, weight), (eps, weight_offset, backend))
-    chosen = _remembered.recall(kind)
-    if chosen is None:
-        chosen = _remembered.keep(kind, registry.choose(rms_norm_call(x, weight, eps, weight_offset), backend))
-    y, _ = _forward(x, weight, float(eps), float(weight_offset), chosen)
+    run = _remembered.recall(kind)
+    if run is None:
+        chosen = registry.choose(rms_norm_call(x, weight, eps, weight_offset), backend)
+        run = _remembered.keep(kind, _forward, x, weight, float(eps), float(weight_offset), chosen)
+    y: Tensor = run(x, weight)[0]
     return y
 
 
@@ -109,10 +111,20 @@ def _accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _run_forward(
+def _prepare_forward(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, backend: str
-) -> tuple[Tensor, Tensor]:
-    return registry.launcher(backend, "rms_norm_forward")(x, weight, eps, weight_offset)
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    return registry.prepare(backend, "rms_norm_forward", (x, weight), (eps, weight_offset))
+
+
+def _prepare_alone(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, backend: str
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Without rstd, which costs the host of a GPU that PyTorch does not know as much as half of the call."""
+    if not hasattr(x, "headwise_device"):
+        return _prepare_forward(x, weight, eps, weight_offset, backend)
+    launch = registry.prepare(backend, "rms_norm_output", (x, weight), (eps, weight_offset))
+    return lambda x, weight: (launch(x, weight), None)
 
 
 def _run_backward(
@@ -159,7 +171,8 @@ def _differentiate(
 _forward = _library.define(
     "rms_norm_forward",
     "(Tensor x, Tensor? weight, float eps, float weight_offset, str backend) -> (Tensor, Tensor)",
-    run=_run_forward,
+    prepare=_prepare_forward,
+    prepare_alone=_prepare_alone,
     fake=_fake_forward,
     save=_save,
     backward=_differentiate,

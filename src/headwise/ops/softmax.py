@@ -8,13 +8,14 @@ A row that is -inf throughout (a query that may see nothing) gives zeros, not Na
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwise.backends import registry
-from headwise.ops import _checks, _library
+from headwise.ops import _checks, _library, _remembered
 
 
 def softmax(x: Tensor, *, backend: str | None = None) -> Tensor:
@@ -22,7 +23,12 @@ def softmax(x: Tensor, *, backend: str | None = None) -> Tensor:
 
     The arithmetic is float32 at least. Differentiable in ``x``.
     """
-    return _forward(x, registry.choose(softmax_call(x), backend))
+    kind = _remembered.kind("softmax", (x,), (backend,))
+    run = _remembered.recall(kind)
+    if run is None:
+        run = _remembered.keep(kind, _forward, x, registry.choose(softmax_call(x), backend))
+    y: Tensor = run(x)
+    return y
 
 
 def softmax_backward(probs: Tensor, grad: Tensor, *, backend: str | None = None) -> Tensor:
@@ -50,8 +56,8 @@ def softmax_backward_call(probs: Tensor, grad: Tensor) -> registry.Call:
     return registry.Call(op, (op,), _checks.device_type(probs), probs.dtype, {"V": probs.shape[-1]})
 
 
-def _run_forward(x: Tensor, backend: str) -> Tensor:
-    return registry.launcher(backend, "softmax_forward")(x)
+def _prepare_forward(x: Tensor, backend: str) -> Callable[[Tensor], Tensor]:
+    return registry.prepare(backend, "softmax_forward", (x,), ())
 
 
 def _run_backward(probs: Tensor, grad: Tensor, backend: str) -> Tensor:
@@ -77,7 +83,7 @@ def _differentiate(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
 _forward = _library.define(
     "softmax_forward",
     "(Tensor x, str backend) -> Tensor",
-    run=_run_forward,
+    prepare=_prepare_forward,
     fake=_fake_like_first,
     save=_save,
     backward=_differentiate,

@@ -35,6 +35,17 @@ from headwise.backends.triton.blocks import (
     store_rows,
 )
 from headwise.backends.triton.launch import Plan
+from headwise.backends.triton.parts import (
+    load_tile,
+    rows_kept,
+    split,
+    split_strides,
+    tile_of,
+    tile_precision,
+    tile_product,
+    turned,
+)
+from headwise.backends.triton.parts import whole as whole_tile
 from headwise.backends.triton.scores import (
     band_of,
     cap_slope,
@@ -43,7 +54,6 @@ from headwise.backends.triton.scores import (
     logit_unit,
     packed_tile,
     power,
-    product,
     tile_logits,
     visible_keys,
 )
@@ -67,10 +77,10 @@ def _add_to_dq(
         key = n + lane
         inside = (key >= first) & (key < past)
         key_base = tl.full((), 0, tl.int64) + n
-        k_tile = load_rows(k + key_base * k_s, lane, k_s, inside, D, BLOCK_D, PARTIAL)  # [KEYS, BLOCK_D]
-        v_tile = load_rows(v + key_base * v_s, lane, v_s, inside, DV, BLOCK_DV, PARTIAL)  # [KEYS, BLOCK_DV]
-        products = product(q_tile, tl.trans(k_tile), None, PRECISION)  # [QUERIES, KEYS]
-        dweights = product(do_tile, tl.trans(v_tile), None, PRECISION)
+        k_tile = load_tile(k + key_base * k_s, lane, k_s, inside, D, BLOCK_D, PARTIAL, PRECISION)  # [KEYS, BLOCK_D]
+        v_tile = load_tile(v + key_base * v_s, lane, v_s, inside, DV, BLOCK_DV, PARTIAL, PRECISION)  # [KEYS, BLOCK_DV]
+        products = tile_product(q_tile, turned(k_tile, PRECISION), None, PRECISION)  # [QUERIES, KEYS]
+        dweights = tile_product(do_tile, turned(v_tile, PRECISION), None, PRECISION)
         capped = tile_logits(products, scale, softcap, HAS_CAP, UNIT)
         logits = capped
         if bias is not None:
@@ -92,8 +102,8 @@ def _add_to_dq(
             if mask is not None or bias is not None:
                 # A key that is hidden from every row may hold NaN, and zero times NaN is NaN.
                 used = tl.max((rows_inside[:, None] & seen).to(tl.int32), 0) > 0
-                k_tile = tl.where(used[:, None], k_tile, 0.0).to(k_tile.dtype)
-        dq = product(dlogits, k_tile, dq, PRECISION)
+                k_tile = rows_kept(k_tile, used, PRECISION)
+        dq = tile_product(tile_of(dlogits, PRECISION), k_tile, dq, PRECISION)
     return dq
 
 
@@ -143,8 +153,8 @@ def _backward_queries(
         row_lse = tl.load(lse + at_row, mask=rows_inside, other=-float("inf"))
         alive = rows_inside & (row_lse != -float("inf"))  # an empty row has no gradient, whatever its inputs hold
         out_tile = load_rows(o_base, lane, o_s, alive, DV, BLOCK_DV, True)  # [QUERIES, BLOCK_DV]
-        do_tile = load_rows(g_base, lane, g_s, alive, DV, BLOCK_DV, True)
-        row_delta = tl.sum(out_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+        do_tile = load_tile(g_base, lane, g_s, alive, DV, BLOCK_DV, True, PRECISION)
+        row_delta = tl.sum(out_tile.to(tl.float32) * whole_tile(do_tile, PRECISION), 1)
         if grad_lse is not None:
             row_delta -= tl.load(grad_lse + at_row, mask=alive, other=0.0)
         own_lse = tl.where(alive, row_lse * UNIT, float("inf"))  # its weights become zeros
@@ -155,7 +165,7 @@ def _backward_queries(
             share = power(tl.load(sink + head).to(tl.float32) * UNIT - own_lse, UNIT)
             of_sink = -tl.sum(tl.where(alive, share * row_delta, 0.0), 0)
 
-        q_tile = load_rows(q_base, lane, q_s, alive, D, BLOCK_D, True)  # [QUERIES, BLOCK_D]
+        q_tile = load_tile(q_base, lane, q_s, alive, D, BLOCK_D, True, PRECISION)  # [QUERIES, BLOCK_D]
         k_base = k + tl.multiple_of(batch * k_b + key_head * k_h.to(tl.int64), ALIGN) + k_start * k_s
         v_base = v + tl.multiple_of(batch * v_b + key_head * v_h.to(tl.int64), ALIGN) + k_start * v_s
         mask_base, bias_base = mask, bias
@@ -219,9 +229,11 @@ def _add_to_dkdv(
             inside &= own_lse != float("inf")
         if PARTIAL or MAY_BE_EMPTY:
             own_lse = tl.where(inside, own_lse, float("inf"))
-        q_tile = load_rows(q + row_base * q_s, lane, q_s, inside, D, BLOCK_D, PARTIAL or MAY_BE_EMPTY)
-        do_tile = load_rows(grad_out + row_base * g_s, lane, g_s, inside, DV, BLOCK_DV, PARTIAL or MAY_BE_EMPTY)
-        products = product(k_tile, tl.trans(q_tile), None, PRECISION)  # [KEYS, QUERIES]
+        q_tile = load_tile(q + row_base * q_s, lane, q_s, inside, D, BLOCK_D, PARTIAL or MAY_BE_EMPTY, PRECISION)
+        do_tile = load_tile(
+            grad_out + row_base * g_s, lane, g_s, inside, DV, BLOCK_DV, PARTIAL or MAY_BE_EMPTY, PRECISION
+        )
+        products = tile_product(k_tile, turned(q_tile, PRECISION), None, PRECISION)  # [KEYS, QUERIES]
         capped = tile_logits(products, scale, softcap, HAS_CAP, UNIT)
         logits = capped
         if bias is not None:
@@ -238,15 +250,15 @@ def _add_to_dkdv(
                 seen &= load_scores(mask, row[None, :], key[:, None], m_q, m_k, there) != 0
             weights = tl.where(seen, weights, 0.0)
         if WANT_DV:
-            dv = product(weights, do_tile, dv, PRECISION)
+            dv = tile_product(tile_of(weights, PRECISION), do_tile, dv, PRECISION)
         if WANT_DK:
-            dweights = product(v_tile, tl.trans(do_tile), None, PRECISION)
+            dweights = tile_product(v_tile, turned(do_tile, PRECISION), None, PRECISION)
             dlogits = weights * (dweights - row_delta[None, :])
             if HAS_CAP:
                 dlogits *= cap_slope(capped, softcap, UNIT)
             if PARTIAL or MAY_BE_EMPTY:
                 dlogits = tl.where(seen, dlogits, 0.0)
-            dk = product(dlogits, q_tile, dk, PRECISION)
+            dk = tile_product(tile_of(dlogits, PRECISION), q_tile, dk, PRECISION)
     return dk, dv
 
 
@@ -290,8 +302,8 @@ def _backward_keys(
         tile_start = k_start + tile * KEYS
         k_base = k + tl.multiple_of(batch * k_b + key_head * k_h.to(tl.int64), ALIGN) + tile_start * k_s
         v_base = v + tl.multiple_of(batch * v_b + key_head * v_h.to(tl.int64), ALIGN) + tile_start * v_s
-        k_tile = load_rows(k_base, lane, k_s, key < keys, D, BLOCK_D, True)  # [KEYS, BLOCK_D]
-        v_tile = load_rows(v_base, lane, v_s, key < keys, DV, BLOCK_DV, True)  # [KEYS, BLOCK_DV]
+        k_tile = load_tile(k_base, lane, k_s, key < keys, D, BLOCK_D, True, PRECISION)  # [KEYS, BLOCK_D]
+        v_tile = load_tile(v_base, lane, v_s, key < keys, DV, BLOCK_DV, True, PRECISION)  # [KEYS, BLOCK_DV]
 
         # The rows that see some key of this tile, and within them those that see all of it.
         low, high = tile * KEYS, tl.minimum(tile * KEYS + KEYS, keys) - 1
@@ -414,12 +426,14 @@ def _launch_backward(
         if dsink is not None:
             return dsink, lse  # the statistics are for the gradient of a bias
     bits, banded, widest = 8 * q.element_size(), flags.left >= 0 or flags.right >= 0, max(q.shape[3], v.shape[3])
+    queries = tile_sizes.tile("attention_backward_queries", bits, widest, banded, q.device)
+    keys = tile_sizes.tile("attention_backward_keys", bits, widest, banded, q.device)
+    precision = tile_precision(dot_precision(q.dtype, widest), q.dtype, queries, keys)
     plans = _plans(
-        tile_sizes.tile("attention_backward_queries", bits, widest, banded, q.device),
-        tile_sizes.tile("attention_backward_keys", bits, widest, banded, q.device),
+        queries, keys,
         q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride(), out.stride(), grad_out.stride(), dq.stride(),
         dk.stride(), dv.stride(), score_strides(mask), score_strides(bias), None if cu_q is None else cu_q.shape[0] - 1,
-        max_q, max_k, flags, q.element_size(), dot_precision(q.dtype, widest), logit_unit(q.dtype),
+        max_q, max_k, flags, q.element_size(), precision, logit_unit(q.dtype),
     )  # fmt: skip
     # A row's lse and delta, side by side in 16 bytes (two of four numbers): one load that is wide enough for the
     # compiler to spread over all threads. Two loads of a number per row each were held sixteen times over, in registers.
@@ -427,6 +441,8 @@ def _launch_backward(
     sink_parts = None
     if need_sink_grad and sink is not None:
         sink_parts = q.new_zeros((*q.shape[:2], plans.q_tiles), dtype=torch.float32)
+    if precision == "parts":
+        grad_out, q, k, v = split(grad_out), split(q), split(k), split(v)
     if stats.numel():
         plans.of_queries.launch(
             grad_out, grad_lse, q, k, v, out, lse, mask, bias, kv_lengths, sink, cu_q, cu_k, dq, stats, sink_parts
@@ -435,7 +451,7 @@ def _launch_backward(
         for of_keys in plans.of_keys:
             of_keys.launch(grad_out, q, k, v, stats, mask, bias, kv_lengths, cu_q, cu_k, dk, dv)
     if sink_parts is None or sink is None:
-        return q.new_empty(0), stats
+        return dq.new_empty(0), stats
     return sink_parts.sum((0, 2)).to(sink.dtype), stats
 
 
@@ -461,6 +477,10 @@ def _plans(
 ) -> _Plans:  # fmt: skip
     batch, heads, q_length, head_dim = q_shape
     key_heads, k_length = k_shape[1:3]
+    if precision == "parts":
+        q_strides, grad_strides = split_strides(q_shape, head_dim), split_strides(q_shape, value_dim)
+        k_strides, v_strides = split_strides(k_shape, head_dim), split_strides(k_shape, value_dim)
+        element = 2
     strides = (q_strides, k_strides, v_strides, out_strides, grad_strides, dq_strides, dk_strides, dv_strides)
     check_row_strides(max(*queries[:2], *keys[:2]), *strides)
     if sequences is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -24,12 +24,21 @@ from headwise.backends.triton.blocks import (
     check_row_strides,
     common_alignment,
     in_order,
-    load_rows,
     load_scores,
     score_strides,
     store_rows,
 )
 from headwise.backends.triton.launch import Plan
+from headwise.backends.triton.parts import (
+    load_tile,
+    rows_kept,
+    split,
+    split_strides,
+    tile_of,
+    tile_precision,
+    tile_product,
+    turned,
+)
 from headwise.backends.triton.scores import (
     LN2,
     band_of,
@@ -38,7 +47,6 @@ from headwise.backends.triton.scores import (
     logit_unit,
     packed_tile,
     power,
-    product,
     tile_logits,
     visible_keys,
 )
@@ -68,8 +76,8 @@ def _visit(
         key = n + lane
         inside = (key >= first) & (key < past)  # what no row of this tile sees may hold NaN: it is read as zero
         key_base = tl.full((), 0, tl.int64) + n
-        k_tile = load_rows(k + key_base * k_s, lane, k_s, inside, D, BLOCK_D, PARTIAL)  # [KEYS, BLOCK_D]
-        products = product(q_tile, tl.trans(k_tile), None, PRECISION)  # [QUERIES, KEYS]
+        k_tile = load_tile(k + key_base * k_s, lane, k_s, inside, D, BLOCK_D, PARTIAL, PRECISION)  # [KEYS, BLOCK_D]
+        products = tile_product(q_tile, turned(k_tile, PRECISION), None, PRECISION)  # [QUERIES, KEYS]
         if GUARDED or HAS_CAP:
             logits = tile_logits(products, scale, softcap, HAS_CAP, UNIT)
             if bias is not None:
@@ -97,12 +105,12 @@ def _visit(
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
         highest = higher
-        v_tile = load_rows(v + key_base * v_s, lane, v_s, inside, DV, BLOCK_DV, PARTIAL)  # [KEYS, BLOCK_DV]
+        v_tile = load_tile(v + key_base * v_s, lane, v_s, inside, DV, BLOCK_DV, PARTIAL, PRECISION)  # [KEYS, BLOCK_DV]
         if mask is not None or bias is not None:
             # A key that is hidden from every row may hold NaN, and zero times NaN is NaN.
             used = tl.max((rows_inside[:, None] & (logits > -float("inf"))).to(tl.int32), 0) > 0
-            v_tile = tl.where(used[:, None], v_tile, 0.0).to(v_tile.dtype)
-        acc = product(weights, v_tile, acc, PRECISION)
+            v_tile = rows_kept(v_tile, used, PRECISION)
+        acc = tile_product(tile_of(weights, PRECISION), v_tile, acc, PRECISION)
     return acc, highest, total
 
 
@@ -142,7 +150,7 @@ def _forward(
         offset = keys - rows  # a query's position is its row plus this
         tile_start = q_start + tile * QUERIES
         q_base = q + tl.multiple_of(batch * q_b + head * q_h.to(tl.int64), ALIGN) + tile_start * q_s
-        q_tile = load_rows(q_base, lane, q_s, rows_inside, D, BLOCK_D, True)  # [QUERIES, BLOCK_D]
+        q_tile = load_tile(q_base, lane, q_s, rows_inside, D, BLOCK_D, True, PRECISION)  # [QUERIES, BLOCK_D]
         k_base = k + tl.multiple_of(batch * k_b + key_head * k_h.to(tl.int64), ALIGN) + k_start * k_s
         v_base = v + tl.multiple_of(batch * v_b + key_head * v_h.to(tl.int64), ALIGN) + k_start * v_s
         mask_base, bias_base = mask, bias
@@ -205,6 +213,9 @@ def _plan(
 ) -> Plan:  # fmt: skip
     """For q ``(B, Hq, Sq, D)`` and k ``(B, Hk, Sk, D)``; a packed batch of ``sequences`` is one entry of all tokens."""
     batch, heads, q_length, head_dim = q_shape
+    if precision == "parts":
+        q_strides, k_strides = split_strides(q_shape, head_dim), split_strides(k_shape, head_dim)
+        v_strides, element = split_strides(k_shape, value_dim), 2
     check_row_strides(max(tile.queries, tile.keys), q_strides, k_strides, v_strides, out_strides)
     tiles = -(-q_length // tile.queries) if sequences is None else packed_tiles(q_length, sequences, tile.queries)
     return Plan(
@@ -231,11 +242,41 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, kv_lengths: Tensor | None,
     sink: Tensor | None, flags: Flags,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out = layout.empty_like_heads(q, v.shape[3])
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    if lse.numel():
-        _launch_forward(q, k, v, out, lse, mask, bias, kv_lengths, sink, None, None, 0, 0, flags)
-    return out, lse
+    return _prepare(q, k, v, mask, bias, kv_lengths, sink, flags)(q, k, v, mask, bias, kv_lengths, sink)
+
+
+def prepare_attention_forward(q: Tensor, *others: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    if q.dtype == torch.float32:  # how it is multiplied is a switch of PyTorch's, to be asked for at every call
+        flags = others[-1]
+        return lambda *tensors: attention_forward(*(*tensors, flags))
+    return _prepare(q, *others)
+
+
+attention_forward.prepare = prepare_attention_forward  # type: ignore[attr-defined]
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, kv_lengths: Tensor | None,
+    sink: Tensor | None, flags: Flags,
+) -> Callable[..., tuple[Tensor, Tensor]]:  # fmt: skip
+    """What is left to do for calls that differ from this one in data and addresses alone, given their tensors."""
+    rows = tuple(q.shape[:3])
+    out_shape, out_strides = (*rows, v.shape[3]), layout.strides_like_heads(q, v.shape[3])
+    launch = None
+    if 0 not in rows:
+        launch = _prepare_launch(q, k, v, out_strides, as_bytes(mask), bias, kv_lengths, sink, None, None, 0, 0, flags)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, kv_lengths: Tensor | None,
+        sink: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out = q.new_empty_strided(out_shape, out_strides)
+        lse = q.new_empty(rows, dtype=torch.float32)
+        if launch is not None:
+            launch(q, k, v, out, lse, as_bytes(mask), bias, in_order(kv_lengths), in_order(sink), None, None)
+        return out, lse
+
+    return run
 
 
 def attention_varlen_forward(
@@ -247,25 +288,31 @@ def attention_varlen_forward(
     lse = q.new_empty((heads, tokens), dtype=torch.float32)
     if lse.numel():
         # One sequence of all tokens, heads outside, that the kernel cuts up.
-        all_q, all_k, all_v, all_out = (x.transpose(0, 1)[None] for x in (q, k, v, out))
-        _launch_forward(
-            all_q, all_k, all_v, all_out, lse, None, None, None, sink, cu_q.contiguous(), cu_k.contiguous(), max_q, max_k,
-            flags,
-        )  # fmt: skip
+        q, k, v, all_out = (x.transpose(0, 1)[None] for x in (q, k, v, out))
+        cu_q, cu_k, sink = cu_q.contiguous(), cu_k.contiguous(), in_order(sink)
+        launch = _prepare_launch(q, k, v, all_out.stride(), None, None, None, sink, cu_q, cu_k, max_q, max_k, flags)
+        launch(q, k, v, all_out, lse, None, None, None, sink, cu_q, cu_k)
     return out, lse
 
 
-def _launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, bias: Tensor | None,
+def _prepare_launch(
+    q: Tensor, k: Tensor, v: Tensor, out_strides: Strides, mask: Tensor | None, bias: Tensor | None,
     kv_lengths: Tensor | None, sink: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
     flags: Flags,
-) -> None:  # fmt: skip
-    kv_lengths, sink = in_order(kv_lengths), in_order(sink)
-    if mask is None and bias is None and _for_hopper(q):
-        taken = _hopper_forward()(q, k, v, out, lse, kv_lengths, sink, cu_q, cu_k, max_q, max_k, flags)
-        if taken:
-            return
-    _launch_plain(q, k, v, out, lse, mask, bias, kv_lengths, sink, cu_q, cu_k, max_q, max_k, flags)
+) -> Callable[..., None]:  # fmt: skip
+    """What launches, given ``q, k, v, out, lse, mask, bias, kv_lengths, sink, cu_q, cu_k``."""
+    plain = _prepare_plain(q, k, v, out_strides, mask, bias, kv_lengths, sink, cu_q, cu_k, max_q, max_k, flags)
+    if mask is not None or bias is not None or not _for_hopper(q):
+        return plain
+    hopper_launch = _hopper_forward()(q, k, v, out_strides, kv_lengths, sink, cu_q, cu_k, max_q, max_k, flags)
+    if hopper_launch is None:
+        return plain
+
+    def launch(*tensors: Tensor | None) -> None:
+        if not hopper_launch(*tensors):
+            plain(*tensors)
+
+    return launch
 
 
 def _for_hopper(q: Tensor) -> bool:
@@ -274,27 +321,32 @@ def _for_hopper(q: Tensor) -> bool:
 
 
 @functools.cache
-def _hopper_forward() -> Callable[..., bool]:
-    from headwise.backends.triton.hopper.attention_forward import try_forward  # only where there is such a GPU
+def _hopper_forward() -> Callable[..., Callable[..., bool] | None]:
+    from headwise.backends.triton.hopper.attention_forward import prepare_forward  # only where there is such a GPU
 
-    return try_forward
+    return prepare_forward
 
 
-def _launch_plain(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, bias: Tensor | None,
+def _prepare_plain(
+    q: Tensor, k: Tensor, v: Tensor, out_strides: Strides, mask: Tensor | None, bias: Tensor | None,
     kv_lengths: Tensor | None, sink: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
     flags: Flags,
-) -> None:  # fmt: skip
-    mask = as_bytes(mask)
+) -> Callable[..., None]:  # fmt: skip
     element, value_dim = q.element_size(), v.shape[3]
     banded = flags.left >= 0 or flags.right >= 0
     tile = tile_sizes.tile("attention_forward", 8 * element, max(q.shape[3], value_dim), banded, q.device)
+    precision = tile_precision(dot_precision(q.dtype), q.dtype, tile)
     plan = _plan(
-        q.shape, k.shape, value_dim, q.stride(), k.stride(), v.stride(), out.stride(), score_strides(mask),
+        q.shape, k.shape, value_dim, q.stride(), k.stride(), v.stride(), out_strides, score_strides(mask),
         score_strides(bias), None if cu_q is None else cu_q.shape[0] - 1, max_q, max_k, flags, tile, element,
-        dot_precision(q.dtype), logit_unit(q.dtype),
+        precision, logit_unit(q.dtype),
     )  # fmt: skip
-    plan.launch(q, k, v, out, lse, mask, bias, kv_lengths, sink, cu_q, cu_k)
+    others = (mask, bias, kv_lengths, sink, cu_q, cu_k)
+    dtypes = (q.dtype, torch.float32, *(x if x is None else x.dtype for x in others))
+    if precision != "parts":
+        return plan.bound(q.get_device(), q.dtype, k.dtype, v.dtype, *dtypes)
+    of_parts = plan.bound(q.get_device(), *(torch.bfloat16,) * 3, *dtypes)
+    return lambda q, k, v, *rest: of_parts(split(q), split(k), split(v), *rest)
 
 
 def packed_tiles(tokens: int, sequences: int, tile: int) -> int:

@@ -8,7 +8,8 @@ machine. "Flash-Decoding", Dao et al., 2023; pages as in Kwon et al., "PagedAtte
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -27,15 +28,14 @@ from headwise.backends.triton.tile_sizes import Tile, architecture
 if TYPE_CHECKING:
     from headwise.ops.attention._arguments import Flags
 
-# A sequence alone is split into about this many programs per multiprocessor, and no share is smaller than this many keys.
-# The batch has no say: a sequence gives the same bits in any batch.
-PROGRAMS_PER_MULTIPROCESSOR = 1
+# A sequence alone is cut into about this many shares per multiprocessor, and no share is smaller than this many keys. The
+# batch has no say: a sequence gives the same bits in any batch. How many shares a program has depends on it, see `_decode`.
+SHARES_PER_MULTIPROCESSOR = 1
 SMALLEST_SHARE = 256
-# The program that finishes last merges the parts of its rows, where they are no more numbers than this. Else, and wherever a
-# launch costs nothing or counting is of no use (see `_merges_itself`), a second kernel does, in the same order and bits.
+BUNDLE = 4
+# The program that finishes last merges the parts of its rows, where they are no more numbers than this and wherever a launch
+# costs something (see `_merges_itself`). Else a second kernel does, in the same order and bits.
 MOST_MERGED = 16384
-# In a CUDA graph a second kernel costs less than a counter that the graph has to clear, up to so many key heads of a batch.
-FEW_TILES = 512
 
 # Shared memory that the tiles of one program may take, in KB: two programs or more fit on a multiprocessor.
 _SHARED_MEMORY = {"sm_80": 80, "sm_86": 48, "sm_90": 100, "sm_100": 100, "gfx942": 32}
@@ -73,43 +73,68 @@ def _join_sink(lse, sink, head, inside):
 
 
 @triton.jit
-def _merged(
-    parts, part_lses, first_part, splits, rows_inside, DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr
-):  # fmt: skip
-    """``(values, lse)`` of rows, from their parts ``[split, Dv]``: always in the order of the splits."""
-    dv = tl.arange(0, BLOCK_DV)
-    inside = rows_inside[:, None] & (dv < DV)[None, :]
-    acc = tl.zeros([first_part.shape[0], BLOCK_DV], tl.float32)
-    highest = tl.full([first_part.shape[0]], -float("inf"), tl.float32)
-    total = tl.zeros([first_part.shape[0]], tl.float32)
-    for first in range(0, splits, AT_ONCE):
-        all_splits = first + tl.arange(0, AT_ONCE)
-        there = rows_inside[:, None] & (all_splits < splits)[None, :]
-        lses = tl.load(part_lses + first_part[:, None] + all_splits[None, :], mask=there, other=-float("inf"))
-        higher = tl.maximum(highest, tl.max(lses, 1))
-        reference = tl.where(higher == -float("inf"), 0.0, higher)
-        shrink = power(highest - reference, 1.0)
-        acc *= shrink[:, None]
-        total *= shrink
-        highest = higher
-        # Unrolled, so that the loads of several parts are under way together.
-        for i in tl.static_range(AT_ONCE):
-            split = first + i
-            lse = tl.load(part_lses + first_part + split, mask=rows_inside & (split < splits), other=-float("inf"))
-            at = parts + ((first_part + split) * DV)[:, None] + dv[None, :]
-            values = tl.load(at, mask=inside & (split < splits), other=0.0)
-            values = tl.where((lse > -float("inf"))[:, None], values, 0.0)  # nobody wrote those that saw nothing
-            weight = power(lse - reference, 1.0)
-            total += weight
-            acc += values * weight[:, None]
-    empty = total == 0.0
-    row_lse = tl.where(empty, -float("inf"), highest + tl.log2(total) * LN2)
-    return acc * (1.0 / tl.where(empty, 1.0, total))[:, None], row_lse
+def _fold(acc, highest, total, more, more_highest, more_total, UNIT: tl.constexpr):
+    """A softmax over some keys, ``(acc, highest, total)`` not yet divided by its total, with one over others added.
+
+    Adding to nothing changes no bit, nor does adding nothing. The multiply-adds are said, and not left to the compiler, so
+    that it does not matter where this happens: in a program that has both, or in the one that merges.
+    """
+    higher = tl.maximum(highest, more_highest)
+    reference = tl.where(higher == -float("inf"), 0.0, higher)
+    shrink, weight = power(highest - reference, UNIT), power(more_highest - reference, UNIT)
+    # Of keys that a row did not see, what is there does not count: nobody wrote it, or it is zero times a NaN.
+    more = tl.where((more_highest > -float("inf"))[:, None], more, 0.0)
+    acc = tl.fma(more, tl.zeros_like(more) + weight[:, None], acc * shrink[:, None])
+    return acc, higher, tl.fma(more_total, weight, total * shrink)
 
 
 @triton.jit
-def _finish(values, row_lse, sink, out, lse, at, result, head, inside, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Join the sink and store the results of rows, whose outputs begin at ``at``."""
+def _merged(
+    parts, part_stats, first_part, count, rows_inside,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, TOGETHER: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """The softmax of rows from their ``count`` parts: in bundles of TOGETHER parts, then over the bundles, in order."""
+    dv = tl.arange(0, BLOCK_DV)
+    inside = rows_inside[:, None] & (dv < DV)[None, :]
+    nothing = tl.zeros([first_part.shape[0], BLOCK_DV], tl.float32)
+    none = tl.full([first_part.shape[0]], -float("inf"), tl.float32)
+    zero = tl.zeros([first_part.shape[0]], tl.float32)
+    acc, highest, total = nothing, none, zero
+    for first in range(0, count, AT_ONCE):
+        # All loads before the first sum, so that they are under way together.
+        loaded = ()
+        for i in tl.static_range(AT_ONCE):
+            at = first_part + first + i
+            there = rows_inside & (first + i < count)
+            stats = part_stats + 2 * at
+            loaded += (  # type: ignore[assignment]
+                (
+                    tl.load(parts + (at * DV)[:, None] + dv[None, :], mask=inside & (first + i < count), other=0.0),
+                    tl.load(stats, mask=there, other=-float("inf")),
+                    tl.load(stats + 1, mask=there, other=0.0),
+                ),
+            )
+        for start in tl.static_range(0, AT_ONCE, TOGETHER):
+            bundle, bundle_highest, bundle_total = nothing, none, zero
+            for i in tl.static_range(TOGETHER):
+                more, more_highest, more_total = loaded[start + i]  # type: ignore[var-annotated]
+                bundle, bundle_highest, bundle_total = _fold(
+                    bundle, bundle_highest, bundle_total, more, more_highest, more_total, UNIT
+                )
+            acc, highest, total = _fold(acc, highest, total, bundle, bundle_highest, bundle_total, UNIT)
+    return acc, highest, total
+
+
+@triton.jit
+def _finish(
+    acc, highest, total, sink, out, lse, at, result, head, inside,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Divide by the total, join the sink and store the results of rows, whose outputs begin at ``at``."""
+    empty = total == 0.0
+    log_total = tl.log2(tl.where(empty, 1.0, total))
+    row_lse = tl.where(empty, -float("inf"), tl.fma(log_total, tl.zeros_like(total) + LN2, highest * (1.0 / UNIT)))
+    values = acc * (1.0 / tl.where(empty, 1.0, total))[:, None]
     if sink is not None:
         row_lse, not_sink = _join_sink(row_lse, sink, head, inside)
         values *= not_sink[:, None]
@@ -120,30 +145,34 @@ def _finish(values, row_lse, sink, out, lse, at, result, head, inside, DV: tl.co
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "q_length", "group", "key_heads", "capacity", "pages", "splits", "row_blocks", "left", "table_b", "q_b",
+        "rows", "q_length", "group", "key_heads", "capacity", "pages", "shares", "each", "together",
+        "row_blocks", "left", "table_b", "q_b",
         "q_h", "q_s", "k_b", "k_h", "v_b", "v_h", "o_b", "o_h", "o_s",
     ]
 )  # fmt: skip
 def _decode(
     q, k, v, lengths, table, sink, out, lse, parts, arrived,
-    rows, q_length, group, key_heads, capacity, pages, splits, row_blocks, left, table_b,
+    rows, q_length, group, key_heads, capacity, pages, shares, each, together, row_blocks, left, table_b,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, scale, softcap,
     WHOLE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_CAP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
-    MERGED_ROWS: tl.constexpr, MERGED_PARTS: tl.constexpr,
+    MERGED_ROWS: tl.constexpr, MERGED_PARTS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """One share of one sequence's keys, for one key head and a block of its rows.
+    """Some shares of one sequence's keys, for one key head and a block of its rows.
 
-    WHOLE: there is one share. Else its part goes to ``parts``: float32 ``[row, split, Dv]``, then the lses ``[row, split]``.
+    The keys of a sequence are cut into ``shares``. ``together`` of them make a bundle: shares are added up to bundles, and
+    bundles to the whole, always in order, whoever does it. A program has ``each`` of the shares: one, a bundle or all
+    (WHOLE). Else its part goes to ``parts``: float32 ``[row, part, Dv]``, then highest logit and total ``[row, part, 2]``.
     ``arrived``, if it is there, counts the programs of these rows that are done, and is zero again after: the last one
     merges. PAGE: the page size, 0 for a contiguous cache.
     """
     program = tl.program_id(0)
     row_block = program % row_blocks
-    split = (program // row_blocks) % splits
-    key_head = (program // row_blocks // splits) % key_heads
-    batch = (program // row_blocks // splits // key_heads).to(tl.int64)
+    count = (shares + each - 1) // each  # parts of a sequence
+    part = (program // row_blocks) % count
+    key_head = (program // row_blocks // count) % key_heads
+    batch = (program // row_blocks // count // key_heads).to(tl.int64)
 
     row = row_block * ROWS + tl.arange(0, ROWS)  # the tokens of a head are neighbours
     rows_inside = row < group * q_length
@@ -159,22 +188,24 @@ def _decode(
         first = tl.maximum(length - q_length - left, 0)  # the first key that some row sees
     first_block = first // KEYS
     blocks = (length + KEYS - 1) // KEYS - first_block
-    share = (blocks + splits - 1) // splits
-    begin = first_block + split * share
-    end = tl.minimum(begin + share, first_block + blocks)
+    share = (blocks + shares - 1) // shares
+    begin = first_block + part * each * share
+    end = tl.minimum(begin + each * share, first_block + blocks)
     if HAS_LEFT and PAGE > 0:
         # Pages left of the window are not read, but a table that names pages that do not exist is bad all the same.
         skipped = first_block * KEYS // PAGE
-        some = (skipped + splits - 1) // splits
-        stop = tl.minimum(split * some + some, skipped)
-        wrong = tl.maximum(wrong, _any_wrong(table + batch * table_b, split * some, stop, pages, 128))
+        some = (skipped + count - 1) // count
+        stop = tl.minimum(part * some + some, skipped)
+        wrong = tl.maximum(wrong, _any_wrong(table + batch * table_b, part * some, stop, pages, 128))
 
-    part_lses = parts
+    part_stats = parts
+    at_part = result * count + part
     if not WHOLE:
-        part_lses += tl.full((), 0, tl.int64) + rows.to(tl.int64) * splits * DV
+        part_stats += tl.full((), 0, tl.int64) + rows.to(tl.int64) * count * DV
     if begin >= end and not WHOLE:
-        nothing = tl.where(wrong > 0, float("nan"), -float("inf"))
-        tl.store(part_lses + result * splits + split, tl.zeros([ROWS], tl.float32) + nothing, mask=rows_inside)
+        marked = tl.where(wrong > 0, float("nan"), 0.0)  # a total that is NaN makes everything NaN
+        tl.store(part_stats + 2 * at_part, tl.zeros([ROWS], tl.float32) - float("inf"), mask=rows_inside)
+        tl.store(part_stats + 2 * at_part + 1, tl.zeros([ROWS], tl.float32) + marked, mask=rows_inside)
     else:
         lane = tl.arange(0, KEYS)
         q_at = q + tl.multiple_of(batch * q_b + head.to(tl.int64) * q_h + token * q_s, ALIGN)
@@ -193,6 +224,8 @@ def _decode(
         acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
         highest = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
+        bundle, bundle_highest, bundle_total = acc, highest, total
+        all_acc, all_highest, all_total = acc, highest, total
         for block in tl.range(begin, end, num_stages=STAGES):
             start = block * KEYS
             key = start + lane
@@ -226,110 +259,157 @@ def _decode(
             highest = higher
             v_tile = load_rows(v_at, slot, v_s, inside, DV, BLOCK_DV, True)  # [KEYS, BLOCK_DV]
             acc = product(weights.to(v_tile.dtype), v_tile, acc * shrink[:, None], PRECISION)
+            done = block + 1 - first_block
+            if (done % share == 0) | (block + 1 == end):
+                bundle, bundle_highest, bundle_total = _fold(
+                    bundle, bundle_highest, bundle_total, acc, highest, total, UNIT
+                )
+                acc, highest, total = (
+                    tl.zeros_like(acc),
+                    tl.full([ROWS], -float("inf"), tl.float32),
+                    tl.zeros_like(total),
+                )
+                if (done % (together * share) == 0) | (block + 1 == end):
+                    all_acc, all_highest, all_total = _fold(
+                        all_acc, all_highest, all_total, bundle, bundle_highest, bundle_total, UNIT
+                    )
+                    bundle, bundle_highest, bundle_total = acc, highest, total
 
         if PAGE > 0 and PAGE % KEYS != 0:
             wrong = tl.maximum(wrong, tl.max(crossed, 0))
-        empty = total == 0.0
-        row_lse = tl.where(empty, -float("inf"), highest * (1.0 / UNIT) + tl.log2(total) * LN2)
-        row_lse = tl.where(wrong > 0, float("nan"), row_lse)
-        # An empty row is zeros, also where other rows see a NaN: zero times NaN is NaN.
-        values = tl.where(empty[:, None], 0.0, acc * (1.0 / tl.where(empty, 1.0, total))[:, None])
-        values = tl.where(wrong > 0, float("nan"), values)
+        all_total = tl.where(wrong > 0, float("nan"), all_total)
         if WHOLE:
             o_at = out + batch * o_b + head.to(tl.int64) * o_h + token * o_s
-            _finish(values, row_lse, sink, out, lse, o_at, result, head, rows_inside, DV, BLOCK_DV)
+            _finish(
+                all_acc, all_highest, all_total, sink, out, lse, o_at, result, head, rows_inside, DV, BLOCK_DV, UNIT
+            )
         else:
-            part = result * splits + split
             dv = tl.arange(0, BLOCK_DV)
-            tl.store(part_lses + part, row_lse, mask=rows_inside)
-            tl.store(parts + (part * DV)[:, None] + dv[None, :], values, mask=rows_inside[:, None] & (dv < DV)[None, :])
+            tl.store(part_stats + 2 * at_part, all_highest, mask=rows_inside)
+            tl.store(part_stats + 2 * at_part + 1, all_total, mask=rows_inside)
+            at = parts + (at_part * DV)[:, None] + dv[None, :]
+            tl.store(at, all_acc, mask=rows_inside[:, None] & (dv < DV)[None, :])
 
     if arrived is not None:
         # The count of one thread speaks for the stores of all that came to the barrier: so it is on NVIDIA GPUs.
         tl.debug_barrier()
-        count = arrived + (batch * key_heads + key_head) * row_blocks + row_block
-        if tl.atomic_add(count, 1, sem="acq_rel") == splits - 1:
-            tl.store(count, 0)
+        here = arrived + (batch * key_heads + key_head) * row_blocks + row_block
+        if tl.atomic_add(here, 1, sem="acq_rel") == count - 1:
+            tl.store(here, 0)
             last_row = row_block * ROWS + tl.arange(0, MERGED_ROWS)
             last_inside = last_row < group * q_length
             last_token, last_head = last_row % q_length, key_head * group + last_row // q_length
             last_result = (batch * key_heads * group + last_head) * q_length + last_token
-            merged, merged_lse = _merged(
-                parts, part_lses, last_result * splits, splits, last_inside, DV, BLOCK_DV, MERGED_PARTS
+            merged, merged_highest, merged_total = _merged(
+                parts, part_stats, last_result * count, count, last_inside, DV, BLOCK_DV, MERGED_PARTS, TOGETHER, UNIT,
             )  # fmt: skip
             last_at = out + batch * o_b + last_head.to(tl.int64) * o_h + last_token * o_s
-            _finish(merged, merged_lse, sink, out, lse, last_at, last_result, last_head, last_inside, DV, BLOCK_DV)
+            _finish(
+                merged, merged_highest, merged_total, sink, out, lse, last_at, last_result, last_head, last_inside, DV,
+                BLOCK_DV, UNIT,
+            )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "q_length", "heads", "splits", "o_b", "o_h", "o_s"])
+@triton.jit(do_not_specialize=["rows", "q_length", "heads", "count", "o_b", "o_h", "o_s"])
 def _merge(
-    parts, sink, out, lse, rows, q_length, heads, splits, o_b, o_h, o_s,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, MERGED_PARTS: tl.constexpr,
+    parts, sink, out, lse, rows, q_length, heads, count, o_b, o_h, o_s,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, MERGED_PARTS: tl.constexpr, TOGETHER: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one row, from the parts that `_decode` left."""
     result = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     token, head = result % q_length, result // q_length % heads
-    part_lses = parts + tl.full((), 0, tl.int64) + rows.to(tl.int64) * splits * DV
+    part_stats = parts + tl.full((), 0, tl.int64) + rows.to(tl.int64) * count * DV
     inside = result < rows
-    values, row_lse = _merged(parts, part_lses, result * splits, splits, inside, DV, BLOCK_DV, MERGED_PARTS)
+    acc, highest, total = _merged(
+        parts, part_stats, result * count, count, inside, DV, BLOCK_DV, MERGED_PARTS, TOGETHER, UNIT
+    )
     o_at = out + result // q_length // heads * o_b + head * o_h + token * o_s
-    _finish(values, row_lse, sink, out, lse, o_at, result, head, inside, DV, BLOCK_DV)
+    _finish(acc, highest, total, sink, out, lse, o_at, result, head, inside, DV, BLOCK_DV, UNIT)
 
 
 def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, block_table: Tensor | None, sink: Tensor | None,
     flags: Flags, num_splits: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    tile = decode_tile(q.element_size(), q.shape[3], v_cache.shape[3], rows_of(q, k_cache), architecture(q.device))
-    if num_splits == 0:
-        span = capacity_of(k_cache, block_table)
-        if flags.left >= 0:
-            span = min(span, flags.left + q.shape[2])
-        programs = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(q)
-        per_split = k_cache.shape[1] * max(1, -(-rows_of(q, k_cache) // tile.queries))
-        num_splits = min(programs // per_split, -(-span // SMALLEST_SHARE))
-    return decode_with(tile, num_splits, q, k_cache, v_cache, lengths, block_table, sink, flags)
+    """q is ``(B, Hq, D)`` or ``(B, Hq, Sq, D)``."""
+    prepared = prepare_with(None, 0, q, k_cache, v_cache, lengths, block_table, sink, flags, num_splits)
+    return prepared(q, k_cache, v_cache, lengths, block_table, sink)
 
 
-def decode_with(
-    tile: Tile, num_splits: int, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
-    block_table: Tensor | None, sink: Tensor | None, flags: Flags,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`attention_decode` with these tile sizes and this many splits, or one per block of keys if there are fewer."""
-    out = layout.empty_like_heads(q, v_cache.shape[3])
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    if lse.numel() == 0:
-        return out, lse
-    if block_table is not None and block_table.stride(1) != 1:
-        block_table = block_table.contiguous()
+def prepare_attention_decode(q: Tensor, *others: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    if q.dtype == torch.float32:  # how it is multiplied is a switch of PyTorch's, to be asked for at every call
+        flags, num_splits = others[-2:]
+        return lambda *tensors: attention_decode(*(*tensors, flags, num_splits))
+    return prepare_with(None, 0, q, *others)
+
+
+attention_decode.prepare = prepare_attention_decode  # type: ignore[attr-defined]
+
+
+def prepare_with(
+    tile: Tile | None, each: int, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
+    block_table: Tensor | None, sink: Tensor | None, flags: Flags, num_splits: int,
+) -> Callable[..., tuple[Tensor, Tensor]]:  # fmt: skip
+    """What is left to do for calls that differ from this one in data and addresses alone, given their tensors.
+
+    ``tile`` and ``each``, the shares that a program has, are for measuring and tests: None and 0 are what is best.
+    """
+    rows, dv = tuple(q.shape[:-1]), v_cache.shape[3]
+    one = q.unsqueeze(2) if q.dim() == 3 else q
+    out_strides = layout.strides_like_heads(one, dv)
+    out_shape, own_strides = (*rows, dv), out_strides if one is q else (*out_strides[:2], 1)
+    if 0 in rows:
+        return lambda q, *others: (q.new_empty_strided(out_shape, own_strides), q.new_empty(rows, dtype=torch.float32))
+    table, table_in_order = None, True
+    if block_table is not None:
+        table_in_order = block_table.stride(1) == 1
+        table = (*block_table.shape, block_table.stride(0) if table_in_order else block_table.shape[1])
     plans = _plans(
-        tile, num_splits, q.shape, k_cache.shape, v_cache.shape[3], q.stride(), k_cache.stride(), v_cache.stride(),
-        out.stride(), None if block_table is None else (*block_table.shape, block_table.stride(0)), q.element_size(),
-        flags, dot_precision(q.dtype), logit_unit(q.dtype),
+        tile, each, num_splits, one.shape, k_cache.shape, dv, one.stride(), k_cache.stride(), v_cache.stride(),
+        out_strides, table, q.element_size(), flags, dot_precision(q.dtype), logit_unit(q.dtype), architecture(q.device),
+        multiprocessors(q),
     )  # fmt: skip
-    parts = arrived = None
-    if plans.parts:
+    others = [x if x is None else x.dtype for x in (lengths, block_table, sink)]
+    device, of_q, of_parts = q.get_device(), q.dtype, torch.float32 if plans.parts else None
+    read, made = (of_q, k_cache.dtype, v_cache.dtype, *others), (of_q, torch.float32, of_parts)
+    decode = plans.decode.bound(device, *read, *made, None)
+    decode_and_merge = plans.decode.bound(device, *read, *made, torch.int32)
+    merge = plans.merge.bound(device, torch.float32, others[2], of_q, torch.float32)
+
+    def run(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, block_table: Tensor | None, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out = q.new_empty_strided(out_shape, own_strides)
+        lse = q.new_empty(rows, dtype=torch.float32)
+        if not table_in_order:
+            block_table = in_order(block_table)
+        tensors = (q, k_cache, v_cache, lengths.contiguous(), block_table, in_order(sink), out, lse)
+        if plans.parts == 0:
+            decode(*tensors, None, None)
+            return out, lse
         parts = q.new_empty(plans.parts, dtype=torch.float32)
         if _merges_itself(q, plans):
-            arrived = zeros(q, plans.tiles)
-    sink = in_order(sink)
-    plans.decode.launch(q, k_cache, v_cache, lengths.contiguous(), block_table, sink, out, lse, parts, arrived)
-    if parts is not None and arrived is None:
-        plans.merge.launch(parts, sink, out, lse)
-    return out, lse
+            decode_and_merge(*tensors, parts, zeros(q, plans.tiles))
+        else:
+            decode(*tensors, parts, None)
+            merge(parts, in_order(sink), out, lse)
+        return out, lse
+
+    return run
 
 
 def _merges_itself(q: Tensor, plans: _Plans) -> bool:
-    """Does the program that finishes last merge? Not on AMD GPUs: its barrier does not wait for stores of other waves."""
-    if not plans.small or torch.version.hip is not None:
-        return False
-    return plans.tiles >= FEW_TILES or not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+    """Does the program that finishes last merge? Not on AMD GPUs: its barrier does not wait for stores of other waves.
+
+    In a CUDA graph a second kernel costs less than a counter that the graph has to clear.
+    """
+    return plans.small and torch.version.hip is None and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 class _Plans(NamedTuple):
     decode: Plan
     merge: Plan
-    parts: int  # numbers of all shares: values and lses; 0 where one share has all keys
+    parts: int  # numbers of all parts: values, highest logits and totals; 0 where a program has all keys
     tiles: int  # blocks of rows, each with a count of programs that are done
     small: bool  # so few parts that one program may merge them
 
@@ -337,37 +417,46 @@ class _Plans(NamedTuple):
 # A model decodes with the same shapes again and again: working a launch out costs as much as the launch.
 @functools.lru_cache(maxsize=4096)
 def _plans(
-    tile: Tile, num_splits: int, q_shape: tuple[int, ...], k_shape: tuple[int, ...], dv: int,
+    tile: Tile | None, each: int, num_splits: int, q_shape: tuple[int, ...], k_shape: tuple[int, ...], dv: int,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, out_strides: Strides, table: tuple[int, int, int] | None,
-    element: int, flags: Flags, precision: str, unit: float,
+    element: int, flags: Flags, precision: str, unit: float, arch: str, processors: int,
 ) -> _Plans:  # fmt: skip
     """``table``: sequences, pages of each, and the stride between them."""
     batch, heads, q_length, head_dim = q_shape
-    key_heads, block_d = k_shape[1], block_of(head_dim)
+    key_heads, block_d, group = k_shape[1], block_of(head_dim), heads // k_shape[1]
+    capacity = k_shape[2] * (1 if table is None else table[1])
+    given, tile = tile, tile or decode_tile(element, head_dim, dv, group * q_length, arch)
     # In a paged cache rows are found from the beginning of their page.
     check_row_strides(max(tile.keys, 0 if table is None else k_shape[2]), k_strides, v_strides)
-    capacity = k_shape[2] * (1 if table is None else table[1])
-    splits = max(1, min(num_splits, -(-capacity // tile.keys)))
-    row_blocks = -(-(heads // key_heads * q_length) // tile.queries)
+    row_blocks = -(-(group * q_length) // tile.queries)
+    if num_splits == 0:
+        span = capacity if flags.left < 0 else min(capacity, flags.left + q_length)
+        num_splits = min(SHARES_PER_MULTIPROCESSOR * processors // (key_heads * row_blocks), -(-span // SMALLEST_SHARE))
+    shares = max(1, min(num_splits, -(-capacity // tile.keys)))
+    tiles = row_blocks * key_heads * batch
+    each = each or shares_of_a_program(shares, tiles, processors)
+    parts = -(-shares // each)
+    together = -(-BUNDLE // each)
+    if given is None:
+        tile = for_programs_of(tile, each, parts, (block_d + block_of(dv)) * element, arch)
     left = flags.left if flags.left < capacity - 1 else -1  # a window that reaches over the whole cache is none
     # A cache without a single slot has no pages to look up.
     page_size = 0 if table is None else max(1, k_shape[2])
     rows = batch * heads * q_length
-    tiles = row_blocks * key_heads * batch
-    merged_rows, merged_parts = merge_tile(heads // key_heads * q_length, tile.queries, block_of(dv), tile.warps)
+    merged_rows, merged_parts = merge_tile(group * q_length, tile.queries, block_of(dv), tile.warps)
     decode = Plan(
         _decode,
-        (tiles * splits, 1, 1),
+        (tiles * parts, 1, 1),
         (
-            rows, q_length, heads // key_heads, key_heads, capacity, k_shape[0], splits, row_blocks, left,
+            rows, q_length, group, key_heads, capacity, k_shape[0], shares, each, BUNDLE, row_blocks, left,
             0 if table is None else table[2], *q_strides[:3], *k_strides[:3], *v_strides[:3], *out_strides[:3],
             flags.scale, flags.softcap,
         ),
         (
-            splits == 1, left >= 0, flags.softcap > 0, page_size, head_dim, dv, block_d, block_of(dv),
+            parts == 1, left >= 0, flags.softcap > 0, page_size, head_dim, dv, block_d, block_of(dv),
             tile.queries, tile.keys, tile.stages, piece_of(block_d, element),
             common_alignment(element, q_strides, k_strides, v_strides), precision, unit,
-            merged_rows, merged_parts,
+            merged_rows, max(merged_parts, together), together,
         ),
         tile.warps,
         tile.stages,
@@ -376,28 +465,36 @@ def _plans(
     merge = Plan(
         _merge,
         (rows, 1, 1),
-        (rows, q_length, heads, splits, *out_strides[:3]),
-        (dv, block_of(dv), merged_parts),
+        (rows, q_length, heads, parts, *out_strides[:3]),
+        (dv, block_of(dv), max(together, 16 if each == 1 else 8), together, unit),
         4,
         1,
     )
-    small = merged_rows * splits * dv <= MOST_MERGED
-    return _Plans(decode, merge, 0 if splits == 1 else rows * splits * (dv + 1), tiles, small)
+    small = merged_rows * parts * dv <= MOST_MERGED and merged_parts >= together
+    return _Plans(decode, merge, 0 if parts == 1 else rows * parts * (dv + 2), tiles, small)
+
+
+def shares_of_a_program(shares: int, tiles: int, processors: int) -> int:
+    """All, a bundle or one: as many as leave enough programs; their results are added up in the same order anyway."""
+    for each in (shares, BUNDLE):
+        if 2 * tiles * -(-shares // each) >= 3 * processors:
+            return each
+    return 1
+
+
+def for_programs_of(tile: Tile, each: int, parts: int, bytes_per_key: int, arch: str) -> Tile:
+    """The tile with what suits programs of so many shares and changes no bit: stages and registers."""
+    if parts == 1 and tile.keys * tile.stages * bytes_per_key <= _SHARED_MEMORY[arch] * 1024:
+        return tile._replace(stages=tile.stages + 1)  # two programs per multiprocessor, and more of each under way
+    if each > 1 and arch == "sm_90" and tile.warps == 4 and bytes_per_key <= 512:
+        return tile._replace(registers=168)  # three programs per multiprocessor; nothing spills
+    return tile
 
 
 def merge_tile(rows: int, queries: int, block_dv: int, warps: int) -> tuple[int, int]:
     """Rows whose parts a program merges, and parts whose loads are under way together, as far as 64 registers go."""
     merged = min(queries, power_of_two(rows))
     return merged, max(1, min(16, 64 * 32 * warps // (merged * block_dv)))
-
-
-def rows_of(q: Tensor, k_cache: Tensor) -> int:
-    """Rows that share a read of the cache: the query heads of a key head, times the new tokens."""
-    return q.shape[1] // k_cache.shape[1] * q.shape[2]
-
-
-def capacity_of(k_cache: Tensor, block_table: Tensor | None) -> int:
-    return k_cache.shape[2] * (1 if block_table is None else block_table.shape[1])
 
 
 @functools.lru_cache(maxsize=256)

@@ -103,13 +103,12 @@ def launch(
 
 
 class Plan:
-    """A launch worked out but for its tensors; the tensors of one plan differ in nothing but where they lie.
+    """A launch worked out but for its tensors; the tensors of one plan differ in dtypes and in where they lie alone.
 
-    Callers keep plans by what they were worked out from. A launch then looks up what is left: the dtypes and the alignment
-    of its tensors.
+    Callers keep plans by what they were worked out from.
     """
 
-    __slots__ = ("_ready", "_tail", "constants", "grid", "kernel", "numbers", "registers", "stages", "warps")
+    __slots__ = ("_launches", "constants", "grid", "kernel", "numbers", "registers", "stages", "tail", "warps")
 
     def __init__(
         self, kernel: Any, grid: tuple[int, int, int], numbers: tuple[int | float, ...], constants: tuple[Any, ...],
@@ -117,30 +116,51 @@ class Plan:
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
         self.warps, self.stages, self.registers = warps, stages, registers
-        self._tail = (*numbers, *constants)
-        self._ready: dict[Any, _Ready] = {}
+        self.tail = (*numbers, *constants)
+        self._launches: dict[Any, Launch] = {}
 
     def launch(self, *tensors: Tensor | None) -> None:
         """The first tensor is not None."""
         first: Tensor = tensors[0]  # type: ignore[assignment]
-        device = first.get_device()
-        addresses = [t if t is None else t.data_ptr() for t in tensors]
-        key = (device, *[t if t is None else t.dtype for t in tensors])
-        ready = self._ready.get(key)
-        bits = 0
-        for address in addresses:
-            if address is not None:
+        self.bound(first.get_device(), *[t if t is None else t.dtype for t in tensors])(*tensors)
+
+    def bound(self, device: int, *dtypes: torch.dtype | None) -> Launch:
+        """Launches of this plan on tensors of these dtypes; None where there is no tensor."""
+        known = self._launches.get((device, *dtypes))
+        if known is None:
+            known = self._launches[device, *dtypes] = Launch(self, device)
+        return known
+
+
+class Launch:
+    """Launches of a plan with tensors on one device that differ in where they lie alone, not in their dtypes."""
+
+    __slots__ = ("_device", "_plan", "_ready")
+
+    def __init__(self, plan: Plan, device: int) -> None:
+        self._plan, self._device = plan, device
+        self._ready: _Ready | None = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        addresses: list[int | None] = []
+        bits = 0  # of all the addresses together
+        for t in tensors:
+            if t is None:
+                addresses.append(None)
+            else:
+                address = t.data_ptr()
                 bits |= address
-        aligned = bits % _ALIGNMENT == 0
-        if ready is None or not aligned or not ready.by_address or device != torch._C._cuda_getDevice() or _hooked():
+                addresses.append(address)
+        plan, ready, device = self._plan, self._ready, self._device
+        if ready is None or bits % _ALIGNMENT or device != torch._C._cuda_getDevice() or _hooked():
             kept = launch(
-                self.kernel, self.grid, tensors, self.numbers, self.constants, self.warps, self.stages, self.registers
+                plan.kernel, plan.grid, tensors, plan.numbers, plan.constants, plan.warps, plan.stages, plan.registers
             )
-            if kept is not None and aligned:
-                self._ready[key] = kept
+            if kept is not None and kept.by_address and bits % _ALIGNMENT == 0:
+                self._ready = kept
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
-        ready.call(*self.grid, stream, *ready.before, *addresses, *self._tail)
+        ready.call(*plan.grid, stream, *ready.before, *addresses, *plan.tail)
 
 
 def _the_long_way(

@@ -8,6 +8,8 @@ block of columns, which has everything for both results.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise.backends.triton.launch import launch
+from headwise.backends.triton.launch import Plan, launch
 from headwise.backends.triton.rows import (
     Block,
     as_rows,
@@ -244,6 +246,41 @@ def _columns_tile(element: int) -> tuple[int, int, int, int, int]:
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> tuple[Tensor, Tensor]:
+    return prepare_rms_norm_forward(x, weight, eps, weight_offset)(x, weight)
+
+
+def prepare_rms_norm_forward(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What is left to do for calls that differ from this one in data and addresses alone, given their tensors."""
+    shape, in_order = tuple(x.shape), x.is_contiguous()
+    width = shape[-1]
+    if x.numel() == 0 or not holds(width, x):  # how long rows are cut depends on their addresses too
+        return lambda x, weight: _forward_long(x, weight, eps, weight_offset)
+    plan = _held_plan(x.numel() // width, width, as_rows(x)[1], eps, weight_offset, weight is not None)
+    dtypes = (x.dtype, None if weight is None else weight.dtype, x.dtype, torch.float32)
+    launch = plan.bound(x.get_device(), *dtypes)
+
+    def run(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        y, rstd = x.new_empty(shape), x.new_empty(shape[:-1], dtype=torch.float32)
+        launch(x if in_order else as_rows(x)[0], weight if weight is None else weight.contiguous(), y, rstd)
+        return y, rstd
+
+    return run
+
+
+rms_norm_forward.prepare = prepare_rms_norm_forward  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=4096)
+def _held_plan(rows: int, width: int, stride: int, eps: float, weight_offset: float, has_weight: bool) -> Plan:
+    per_program, columns, warps = held_tile(width)
+    grid = (triton.cdiv(rows, per_program), 1, 1)
+    numbers = (rows, width, stride, eps, weight_offset)
+    return Plan(_forward_held, grid, numbers, (has_weight, per_program, columns), warps, 3)
+
+
+def _forward_long(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> tuple[Tensor, Tensor]:
     y = empty_rows_like(x)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if x.numel() == 0:
@@ -252,13 +289,8 @@ def rms_norm_forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset
     rows = x.numel() // width
     flat, stride = as_rows(x)
     gain = weight if weight is None else weight.contiguous()
-    tensors, has_weight = (flat, gain, y, rstd), weight is not None
-    if holds(width, x):
-        per_program, columns, warps = held_tile(width)
-        numbers = (rows, width, stride, eps, weight_offset)
-        grid = (triton.cdiv(rows, per_program),)
-        launch(_forward_held, grid, tensors, numbers, (has_weight, per_program, columns), warps)
-    elif few(rows, x):
+    has_weight = weight is not None
+    if few(rows, x):
         lines, line, warps, _ = _split_block(width, (flat, stride))
         parts = triton.cdiv(width, lines * line)
         squares = torch.empty((rows, parts), dtype=torch.float32, device=x.device)
@@ -271,7 +303,7 @@ def rms_norm_forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset
         lines, line, warps, stages = block = _walk_block(width, (flat, stride))
         grid = (walkers(rows, width * x.element_size(), block, x),)
         numbers = (rows, width, stride, eps, weight_offset)
-        launch(_forward_walk, grid, tensors, numbers, (has_weight, lines, line, stages), warps)
+        launch(_forward_walk, grid, (flat, gain, y, rstd), numbers, (has_weight, lines, line, stages), warps)
     return y, rstd
 
 

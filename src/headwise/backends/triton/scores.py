@@ -170,6 +170,8 @@ def band_of(flags: Flags, q_length: int, k_length: int) -> tuple[int, int]:
 def dot_precision(dtype: torch.dtype, widest: int = 0) -> str:
     """How float32 operands are multiplied: as float32, unless the user turned TF32 on in PyTorch.
 
+    Kernels whose tile asks for parts take those in place of three TF32 products (`parts.tile_precision`).
+
     ``widest`` is the head dim of a gradient. At 512, three TF32 products were over the error budget in the largest element,
     and their operands spill 4000 to 7000 bytes a thread (plain float32: none for dk and dv, 1900 for dq).
     """

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise.backends.triton.launch import launch
+from headwise.backends.triton.launch import Plan, launch
 from headwise.backends.triton.rows import (
     LOWEST,
     Block,
@@ -165,17 +168,43 @@ def _split_block(width: int, *tensors: tuple[Tensor, int]) -> Block:
 
 
 def softmax_forward(x: Tensor) -> Tensor:
+    return prepare_softmax_forward(x)(x)
+
+
+def prepare_softmax_forward(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """What is left to do for calls that differ from this one in data and addresses alone, given their tensors."""
+    shape, in_order = tuple(x.shape), x.is_contiguous()
+    width = shape[-1]
+    if x.numel() == 0 or not holds(width, x):  # how long rows are cut depends on their addresses too
+        return _forward_long
+    launch = _held_plan(x.numel() // width, width, as_rows(x)[1]).bound(x.get_device(), x.dtype, x.dtype)
+
+    def run(x: Tensor) -> Tensor:
+        y = x.new_empty(shape)
+        launch(x if in_order else as_rows(x)[0], y)
+        return y
+
+    return run
+
+
+softmax_forward.prepare = prepare_softmax_forward  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=4096)
+def _held_plan(rows: int, width: int, stride: int) -> Plan:
+    per_program, columns, warps = held_tile(width, 512)  # exp keeps more warps busy
+    grid = (triton.cdiv(rows, per_program), 1, 1)
+    return Plan(_forward_held, grid, (rows, width, stride), (per_program, columns), warps, 3)
+
+
+def _forward_long(x: Tensor) -> Tensor:
     y = empty_rows_like(x)
     if x.numel() == 0:
         return y
     width = x.shape[-1]
     rows = x.numel() // width
     flat, stride = as_rows(x)
-    if holds(width, x):
-        per_program, columns, warps = held_tile(width, 512)  # exp keeps more warps busy
-        grid = (triton.cdiv(rows, per_program),)
-        launch(_forward_held, grid, (flat, y), (rows, width, stride), (per_program, columns), warps)
-    elif few(rows, x):
+    if few(rows, x):
         lines, line, warps, _ = _split_block(width, (flat, stride))
         parts = triton.cdiv(width, lines * line)
         stats = torch.empty((2, rows, parts), dtype=torch.float32, device=x.device)

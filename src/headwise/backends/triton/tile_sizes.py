@@ -31,6 +31,7 @@ class Tile(NamedTuple):
     stages: int
     registers: int = 0  # the most a thread may use; 0: as many as the compiler likes
     passes: int = 1  # 2: dk and dv one after the other
+    parts: int = 1  # 3: float32 is split into three bfloat16 parts before the kernel (parts.py)
 
 
 def shape_class(bits: int, head_dim: int, banded: bool) -> str:
@@ -56,10 +57,12 @@ def is_forced(kernel: str) -> bool:
 def forced(kernel: str, tile: Tile) -> Iterator[None]:
     """Within the block every call of ``kernel`` works in this tile, whatever the table says: for `headwise tune`."""
     _forced[kernel] = tile
+    settings.changed()
     try:
         yield
     finally:
         del _forced[kernel]
+        settings.changed()
 
 
 @functools.cache
@@ -102,6 +105,7 @@ def forget() -> None:
     """Read the files again at the next call (after `settings.tiles` was changed)."""
     _tile.cache_clear()
     table.cache_clear()
+    settings.changed()
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headwise.backends.webgpu import replay, runtime
-from headwise.backends.webgpu.storage import Region, Storage
+from headwise.backends.webgpu.storage import Region, Storage, numbered
 
 _NOWHERE = torch.device("meta")
 
@@ -25,7 +25,9 @@ _NOWHERE = torch.device("meta")
 class Array(Tensor):
     """A tensor in the memory of the GPU. Make one with `headwise.webgpu.array`."""
 
-    _region: Region
+    # Elements lie in the storage as the layout says, a region without memory that many arrays may have in common.
+    _storage: Storage
+    _layout: Region
     _device: runtime.Device
 
     # Where `headwise` finds the elements, for the choice of a backend and for messages.
@@ -38,8 +40,17 @@ class Array(Tensor):
         made: Array = Tensor._make_wrapper_subclass(
             cls, region.shape, strides=region.strides, storage_offset=region.offset, dtype=region.dtype, device=_NOWHERE
         )
-        made._region, made._device = region, device
+        made._storage, made._layout, made._device = region.storage, region, device
         return made
+
+    @property
+    def _region(self) -> Region:
+        layout = self._layout
+        return layout if layout.storage is self._storage else layout.on(self._storage)
+
+    def headwise_facts(self) -> tuple[Any, ...]:
+        """All that a call may depend on but the elements and where they lie: what calls of one kind agree in."""
+        return Array, self._layout.key, self.requires_grad
 
     def torch(self) -> Tensor:
         """A copy on the CPU. Waits for the GPU. Gradients find their way back."""
@@ -178,18 +189,59 @@ def launcher(function: Callable[..., Any]) -> Callable[..., Any]:
                 key = _key_of(device, function, arguments, storages)
                 if key is None:
                     return _launch_anew(device, function, arguments)
-                plan = device.plans.get(key)
+                plan = device.plans.get(numbered(key))
                 if plan is None:
-                    return _launch_and_keep(device, function, arguments, key, storages)
-                plan.replay(device, storages)
-                if plan.kind is None:
-                    return _array_of(plan.results[0], storages, device)
-                return plan.kind([_array_of(result, storages, device) for result in plan.results])
+                    return _launch_and_keep(device, function, arguments, numbered(key), storages)
+                return _replayed(device, plan, storages)
             except BaseException as error:
                 device.explained_loss.explain(error)
                 raise
 
+    def prepare(*arguments: Any) -> Callable[..., Any]:
+        """What is left to do for launches that differ from this one in the elements of its arrays alone."""
+        return _prepared(launch, function, arguments)
+
+    launch.prepare = prepare  # type: ignore[attr-defined]
     return launch
+
+
+def _prepared(
+    launch: Callable[..., Any], function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Callable[..., Any]:
+    # What is kept must not keep an array alive.
+    plain = tuple(None if isinstance(a, Tensor) else a for a in arguments)
+    # By which of the arrays lie in one memory: the number of the plan.
+    numbers: dict[Any, int] = {}
+
+    def run(*tensors: Any) -> Any:
+        device = runtime.device()
+        storages = []
+        for x in tensors:
+            if x is not None:
+                if type(x) is not Array or x._device is not device:
+                    return launch(*tensors, *plain[len(tensors) :])
+                storages.append(x._storage)
+        count = len(storages)
+        if count == 1:
+            shared: Any = None
+        elif count == 2:
+            shared = storages[0] is storages[1]
+        else:
+            shared = tuple(map(storages.index, storages))
+        with device.lock:
+            plan = device.plans.get(numbers.get(shared))
+            if plan is not None:
+                try:
+                    return _replayed(device, plan, storages)
+                except BaseException as error:
+                    device.explained_loss.explain(error)
+                    raise
+        key = _key_of(device, function, (*tensors, *plain[len(tensors) :]), [])
+        if key is not None:
+            numbers[shared] = numbered(key)
+        return launch(*tensors, *plain[len(tensors) :])
+
+    return run
 
 
 def _key_of(
@@ -201,10 +253,10 @@ def _key_of(
         if type(argument) is Array:
             if argument._device is not device:
                 argument._usable()
-            _add_region(argument._region, key, storages)
+            _add_array(argument, key, storages)
         elif isinstance(argument, list) and all(type(x) is Array and x._device is device for x in argument):
             for x in argument:
-                _add_region(x._region, key, storages)
+                _add_array(x, key, storages)
             key.append(len(argument))
         elif isinstance(argument, (Tensor, list)):
             return None
@@ -213,21 +265,27 @@ def _key_of(
     return tuple(key) if storages else None
 
 
-def _add_region(region: Region, key: list[Any], storages: list[Storage]) -> None:
-    storage = region.storage
+def _add_array(x: Array, key: list[Any], storages: list[Storage]) -> None:
+    storage, number = x._storage, x._layout.key
     # Which arguments lie in one memory is part of what a call is.
-    key.append((storages.index(storage), region.key) if storage in storages else region.key)
+    key.append((storages.index(storage), number) if storage in storages else number)
     storages.append(storage)
 
 
+def _replayed(device: runtime.Device, plan: replay.Plan, storages: list[Storage]) -> Any:
+    plan.replay(device, storages)
+    if plan.kind is None:
+        return _array_of(plan.results[0], storages, device)
+    return plan.kind([_array_of(result, storages, device) for result in plan.results])
+
+
 def _array_of(result: replay.Result, storages: list[Storage], device: runtime.Device) -> Array:
-    """As `Array`; PyTorch makes a plain one in half the time."""
-    which, like, plain = result
-    region = like.on(storages[which])
+    """As `Array`; PyTorch makes a plain one in half the time, and is faster with arguments that have no names."""
+    which, layout, plain = result
     if not plain:
-        return Array(region, device)
-    made: Array = _make_plain(Array, like.shape, dtype=like.dtype, device=_NOWHERE)
-    made._region, made._device = region, device
+        return Array(layout.on(storages[which]), device)
+    made: Array = _make_plain(Array, layout.shape, None, None, None, layout.dtype, torch.strided, _NOWHERE)
+    made._storage, made._layout, made._device = storages[which], layout, device
     return made
 
 
@@ -235,7 +293,7 @@ _make_plain = Tensor._make_wrapper_subclass
 
 
 def _launch_and_keep(
-    device: runtime.Device, function: Callable[..., Any], arguments: tuple[Any, ...], key: Any, given: list[Storage]
+    device: runtime.Device, function: Callable[..., Any], arguments: tuple[Any, ...], number: int, given: list[Storage]
 ) -> Any:
     device.trace = trace = runtime.Trace()
     try:
@@ -244,7 +302,7 @@ def _launch_and_keep(
         device.trace = None
     plan = replay.plan_of(trace, given, results)
     if plan is not None:
-        replay.keep(device, key, plan)
+        replay.keep(device, number, plan)
     return _given(results, lambda region: Array(region, device))
 
 

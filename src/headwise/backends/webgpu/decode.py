@@ -48,6 +48,19 @@ def attention_decode(
     device: Device, q: Region, k_cache: Region, v_cache: Region, lengths: Region, block_table: Region | None,
     sink: Region | None, flags: Flags, num_splits: int,
 ) -> tuple[Region, Region]:  # fmt: skip
+    """q ``(B, Hq, Sq, D)``, or ``(B, Hq, D)``, and then the results have no dim of tokens either."""
+    if len(q.shape) == 4:
+        return _decode(device, q, k_cache, v_cache, lengths, block_table, sink, flags, num_splits)
+    (batch, heads, d), (of_batch, of_head, _) = q.shape, q.strides
+    row = q.with_shape((batch, heads, 1, d), (of_batch, of_head, d, 1))
+    out, lse = _decode(device, row, k_cache, v_cache, lengths, block_table, sink, flags, num_splits)
+    return tuple(x.with_shape((*x.shape[:2], *x.shape[3:]), (*x.strides[:2], *x.strides[3:])) for x in (out, lse))  # type: ignore[return-value]
+
+
+def _decode(
+    device: Device, q: Region, k_cache: Region, v_cache: Region, lengths: Region, block_table: Region | None,
+    sink: Region | None, flags: Flags, num_splits: int,
+) -> tuple[Region, Region]:  # fmt: skip
     q_heads, q_length, d = q.shape[1:]
     rows = q_heads // k_cache.shape[1] * q_length
     tile = tile_of(device.capabilities.subgroup_size, _fours(d), _fours(v_cache.shape[3]), rows)

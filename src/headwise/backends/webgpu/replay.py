@@ -90,7 +90,8 @@ def _result(storage: int, region: Region) -> Result:
     return Result(storage, region.on(None), plain)
 
 
-def keep(device: Device, key: Any, plan: Plan) -> None:
+def keep(device: Device, number: int, plan: Plan) -> None:
+    """Under the number of the call."""
     if len(device.plans) >= _MOST_KEPT:
         device.plans.clear()
-    device.plans[key] = plan
+    device.plans[number] = plan

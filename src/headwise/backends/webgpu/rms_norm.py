@@ -36,26 +36,32 @@ def rms_norm_forward(
     y = device.empty(x.shape, x.dtype)
     if y.numel == 0:
         return y, copies.full(device, x.shape[:-1], 0.0, torch.float32)
-    return y, _forward(device, rows.as_rows(device, x), x.shape[:-1], weight, eps, weight_offset, y)
+    rstd = device.empty(x.shape[:-1], torch.float32)
+    _forward(device, rows.as_rows(device, x), weight, eps, weight_offset, y, rstd)
+    return y, rstd
+
+
+@launcher
+def rms_norm_output(device: Device, x: Region, weight: Region | None, eps: float, weight_offset: float) -> Region:
+    """Without rstd, where nobody will ask for a gradient."""
+    y = device.empty(x.shape, x.dtype)
+    if y.numel:
+        _forward(device, rows.as_rows(device, x), weight, eps, weight_offset, y, None)
+    return y
 
 
 def _forward(
-    device: Device,
-    x: Region,
-    leading: tuple[int, ...],
-    weight: Region | None,
-    eps: float,
-    offset: float,
-    y: Region | None,
-) -> Region:
-    """rstd; and y, where there is one."""
-    count, width = x.shape
-    rstd = device.empty(leading, torch.float32)
-    at = rows.layout(device, rows.tile(device, width, rows.words(x.dtype)), x)
-    variant = {"weight": "" if weight is None else DTYPES[weight.dtype], "normalises": y is not None}
-    sides = {"rstd": rstd.with_shape((count,)), **_weight(device, weight)}
+    device: Device, x: Region, weight: Region | None, eps: float, offset: float, y: Region | None, rstd: Region | None
+) -> None:
+    """Either of y and rstd, or both."""
+    at = rows.layout(device, rows.tile(device, x.shape[1], rows.words(x.dtype)), x)
+    variant = {
+        "weight": "" if weight is None else DTYPES[weight.dtype], "normalises": y is not None, "keeps": rstd is not None,
+    }  # fmt: skip
+    sides = _weight(device, weight)
+    if rstd is not None:
+        sides["rstd"] = rstd.with_shape(x.shape[:1])
     rows.run(device, "rms_norm", at, (eps, offset), variant, {"x": x}, "y", y and y.with_shape(x.shape), sides)
-    return rstd
 
 
 def _weight(device: Device, weight: Region | None) -> dict[str, Region]:
@@ -88,7 +94,8 @@ def rms_norm_backward(
     flat, g = rows.as_rows(device, x), rows.as_rows(device, grad)
     count, width = flat.shape
     if rstd is None:
-        rstd = _forward(device, flat, (count,), None, eps, 0.0, None)
+        rstd = device.empty((count,), torch.float32)
+        _forward(device, flat, None, eps, 0.0, None, rstd)
     rstd = copies.contiguous(device, rstd).with_shape((count,))
     sides = {"rstd": rstd, **_weight(device, weight)}
     # Beside x and the gradient, four columns of dweight are held.

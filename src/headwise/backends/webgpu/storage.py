@@ -118,13 +118,13 @@ _next_number = itertools.count()
 _MOST_NUMBERS = 16384
 
 
-def _numbered(layout: tuple[Any, ...]) -> int:
-    """The number of a layout. One that was forgotten gets another number, and no number is given twice."""
-    number = _numbers.get(layout)
+def numbered(facts: tuple[Any, ...]) -> int:
+    """The number of a layout, or of a call. What was forgotten gets another number, and no number is given twice."""
+    number = _numbers.get(facts)
     if number is None:
         if len(_numbers) >= _MOST_NUMBERS:
             _numbers.clear()
-        number = _numbers[layout] = next(_next_number)
+        number = _numbers[facts] = next(_next_number)
     return number
 
 
@@ -145,7 +145,7 @@ class Region:
         """A number for all that a launcher may know of it: those of two regions are equal only where these are."""
         if self._key is None:
             size = 0 if self.storage is None else self.storage.size
-            self._key = _numbered((self.dtype, self.shape, self.strides, self.offset, size))
+            self._key = numbered((self.dtype, self.shape, self.strides, self.offset, size))
         return self._key
 
     def on(self, storage: Storage | None) -> Region:

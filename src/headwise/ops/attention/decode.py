@@ -7,6 +7,7 @@ Serving with PagedAttention", 2023.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -55,17 +56,17 @@ def attention_decode(
         (q, k_cache, v_cache, lengths, block_table, sink),
         (window, scale, softcap, num_splits, backend),
     )
-    decided = _remembered.recall(kind)
-    if decided is None:
+    run = _remembered.recall(kind)
+    if run is None:
         p = _prepare(
             q, k_cache, v_cache, lengths, block_table=block_table, window=window, scale=scale, softcap=softcap,
             sink=sink, num_splits=num_splits,
         )  # fmt: skip
-        decided = _remembered.keep(kind, (*p.flags, num_splits or 0, registry.choose(p.call, backend)))
-    one = q.dim() == 3
-    out, lse = _forward(q.unsqueeze(2) if one else q, k_cache, v_cache, lengths, block_table, sink, *decided)
-    if one:
-        out, lse = out.squeeze(2), lse.squeeze(2) if return_lse else lse
+        run = _remembered.keep(
+            kind, _forward, q, k_cache, v_cache, lengths, block_table, sink, *p.flags, num_splits or 0,
+            registry.choose(p.call, backend),
+        )  # fmt: skip
+    out, lse = run(q, k_cache, v_cache, lengths, block_table, sink)
     return (out, lse) if return_lse else out
 
 
@@ -132,21 +133,42 @@ def _prepare(
     return _Prepared(call, flags)
 
 
-def _run(
+def _prepare_launch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, block_table: Tensor | None, sink: Tensor | None,
     left: int, right: int, scale: float, softcap: float, deterministic: bool, num_splits: int, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if settings.validate:
-        pages = 1 if block_table is None else block_table.shape[1]
-        _device_values.in_range("attention_decode", "lengths", lengths, k_cache.shape[2] * pages + 1)
-        if block_table is not None:
-            _device_values.pages("attention_decode", block_table, lengths, k_cache.shape[2], k_cache.shape[0])
-    return registry.launcher(backend, "attention_decode")(
-        q, k_cache, v_cache, lengths, block_table, sink, Flags(left, right, scale, softcap, deterministic), num_splits
-    )
+) -> Callable[..., tuple[Tensor, Tensor]]:  # fmt: skip
+    others = (Flags(left, right, scale, softcap, deterministic), num_splits)
+
+    def prepare(q: Tensor, *tensors: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        if q.dim() == 4 or registry.prepares(backend, "attention_decode"):
+            return registry.prepare(backend, "attention_decode", (q, *tensors), others)
+        # Other launchers know rows of tokens alone.
+        of_rows = registry.prepare(backend, "attention_decode", (q.unsqueeze(2), *tensors), others)
+
+        def of_one_token(q: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
+            out, lse = of_rows(q.unsqueeze(2), *tensors)
+            return out.squeeze(2), lse.squeeze(2)
+
+        return of_one_token
+
+    def validate_and_launch(*tensors: Any) -> tuple[Tensor, Tensor]:
+        _validate(*tensors[1:5])
+        return prepare(*tensors)(*tensors)
+
+    return validate_and_launch if settings.validate else prepare(q, k_cache, v_cache, lengths, block_table, sink)
+
+
+def _validate(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, block_table: Tensor | None) -> None:
+    pages = 1 if block_table is None else block_table.shape[1]
+    _device_values.in_range("attention_decode", "lengths", lengths, k_cache.shape[2] * pages + 1)
+    if block_table is not None:
+        _device_values.pages("attention_decode", block_table, lengths, k_cache.shape[2], k_cache.shape[0])
 
 
 def _fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    if q.dim() == 3:
+        out = q.new_empty((*q.shape[:2], v_cache.shape[3]))
+        return out, q.new_empty(q.shape[:2], dtype=layout.lse_dtype(q.dtype))
     return layout.empty_like_heads(q, v_cache.shape[3]), q.new_empty(q.shape[:3], dtype=layout.lse_dtype(q.dtype))
 
 
@@ -163,6 +185,10 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
         return nothing
     if grad_out is None:
         grad_out = torch.zeros_like(out)
+    one = q.dim() == 3
+    if one:
+        q, out, lse, grad_out = (x.unsqueeze(2) for x in (q, out, lse, grad_out))
+        grad_lse = None if grad_lse is None else grad_lse.unsqueeze(2)
     need_sink = ctx.needs_input_grad[5]
     k, v = k_cache, v_cache
     if block_table is not None:
@@ -172,7 +198,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     )
     if block_table is not None:
         dk, dv = (_scatter_pages(d, block_table, k_cache.shape[0], k_cache.shape[2], ctx.backend) for d in (dk, dv))
-    return dq, dk, dv, None, None, dsink if need_sink else None, *nothing[6:]
+    return dq.squeeze(2) if one else dq, dk, dv, None, None, dsink if need_sink else None, *nothing[6:]
 
 
 def _gather_pages(cache: Tensor, block_table: Tensor) -> Tensor:
@@ -199,7 +225,7 @@ _forward = _library.define(
     "attention_decode",
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? block_table, Tensor? sink, SymInt left, "
     "SymInt right, float scale, float softcap, bool deterministic, SymInt num_splits, str backend) -> (Tensor, Tensor)",
-    run=_run,
+    prepare=_prepare_launch,
     fake=_fake,
     save=_save,
     backward=_differentiate,

@@ -10,6 +10,7 @@ Memory-Efficient Exact Attention with IO-Awareness", 2022, and "FlashAttention-2
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -65,14 +66,15 @@ def attention(
         (q, k, v, mask, bias, kv_lengths, sink),
         (causal, window, scale, softcap, deterministic, backend),
     )
-    decided = _remembered.recall(kind)
-    if decided is None:
+    run = _remembered.recall(kind)
+    if run is None:
         p = _prepare(
             q, k, v, causal=causal, window=window, mask=mask, bias=bias, kv_lengths=kv_lengths, scale=scale,
             softcap=softcap, sink=sink, deterministic=deterministic,
         )  # fmt: skip
-        decided = _remembered.keep(kind, (*p.flags, registry.choose(p.call, backend)))
-    out, lse = _forward(q, k, v, _arguments.four_dims(mask), _arguments.four_dims(bias), kv_lengths, sink, *decided)
+        chosen = registry.choose(p.call, backend)
+        run = _remembered.keep(kind, _forward, q, k, v, p.mask, p.bias, kv_lengths, sink, *p.flags, chosen)
+    out, lse = run(q, k, v, _arguments.four_dims(mask), _arguments.four_dims(bias), kv_lengths, sink)
     return (out, lse) if return_lse else out
 
 
@@ -185,14 +187,22 @@ def _prepare_backward(
     return prepared._replace(call=prepared.call._replace(launchers=(op,)))
 
 
-def _run_forward(
+def _prepare_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, kv_lengths: Tensor | None,
     sink: Tensor | None, left: int, right: int, scale: float, softcap: float, deterministic: bool, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if settings.validate and kv_lengths is not None:
-        _device_values.in_range("attention", "kv_lengths", kv_lengths, k.shape[2] + 1)
+) -> Callable[..., tuple[Tensor, Tensor]]:  # fmt: skip
     flags = Flags(left, right, scale, softcap, deterministic)
-    return registry.launcher(backend, "attention_forward")(q, k, v, mask, bias, kv_lengths, sink, flags)
+
+    def prepare(*tensors: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        return registry.prepare(backend, "attention_forward", tensors, (flags,))
+
+    def validate_and_launch(*tensors: Any) -> tuple[Tensor, Tensor]:
+        _device_values.in_range("attention", "kv_lengths", tensors[5], tensors[1].shape[2] + 1)
+        return prepare(*tensors)(*tensors)
+
+    if settings.validate and kv_lengths is not None:
+        return validate_and_launch
+    return prepare(q, k, v, mask, bias, kv_lengths, sink)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -254,7 +264,7 @@ _forward = _library.define(
     "attention_forward",
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? kv_lengths, Tensor? sink, "
     f"{_FLAGS}, str backend) -> (Tensor, Tensor)",
-    run=_run_forward,
+    prepare=_prepare_forward,
     fake=_fake_forward,
     save=_save,
     backward=_differentiate,

@@ -53,14 +53,17 @@ def attention_varlen(
         (q, k, v, cu_seqlens_q, cu_seqlens_k, sink),
         (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic, backend),
     )
-    decided = _remembered.recall(kind)
-    if decided is None:
+    run = _remembered.recall(kind)
+    if run is None:
         p = _prepare(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=window, scale=scale,
             softcap=softcap, sink=sink, deterministic=deterministic,
         )  # fmt: skip
-        decided = _remembered.keep(kind, (*p.flags, registry.choose(p.call, backend)))
-    out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sink, *decided)
+        run = _remembered.keep(
+            kind, _forward, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sink, *p.flags,
+            registry.choose(p.call, backend),
+        )  # fmt: skip
+    out, lse = run(q, k, v, cu_seqlens_q, cu_seqlens_k, sink)
     return (out, lse) if return_lse else out
 
 

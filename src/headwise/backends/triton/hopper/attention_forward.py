@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,19 +85,31 @@ def _plan(
     )  # fmt: skip
 
 
-def try_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kv_lengths: Tensor | None, sink: Tensor | None,
+def prepare_forward(
+    q: Tensor, k: Tensor, v: Tensor, out_strides: Strides, kv_lengths: Tensor | None, sink: Tensor | None,
     cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, flags: Flags, tile: ForwardTile | None = None,
-) -> bool:  # fmt: skip
-    """Launch, if these kernels take the call; the arguments are those of the plain launcher without mask and bias.
+) -> Callable[..., bool] | None:  # fmt: skip
+    """What launches such calls, given the tensors of the plain launcher, if these kernels take them; None if they do not.
 
-    A ``tile`` is for measuring and tests: the call is launched in it, whether it is chosen for such calls or not.
+    It returns whether it launched: TMA does not read at every address. A ``tile`` is for measuring and tests: the call is
+    launched in it, whether it is chosen for such calls or not.
     """
     plan = _plan(
-        q.dtype, q.shape, k.shape, v.shape[3], (q.stride(), k.stride(), v.stride(), out.stride()),
+        q.dtype, q.shape, k.shape, v.shape[3], (q.stride(), k.stride(), v.stride(), out_strides),
         kv_lengths is not None, None if cu_q is None else cu_q.shape[0] - 1, max_q, max_k, flags, multiprocessors(q), tile,
     )  # fmt: skip
-    if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % _ALIGNMENT:
-        return False
-    plan.launch((q, k, v, out), (out, lse, sink, kv_lengths, cu_q, cu_k, zeros(q, 1)))
-    return True
+    if plan is None:
+        return None
+    others = [x if x is None else x.dtype for x in (sink, kv_lengths, cu_q, cu_k)]
+    planned = plan.bound(q.get_device(), q.dtype, q.dtype, torch.float32, *others, torch.int32)
+
+    def launch(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: None, bias: None, kv_lengths: Tensor | None,
+        sink: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None,
+    ) -> bool:  # fmt: skip
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % _ALIGNMENT:
+            return False
+        planned((q, k, v, out), (out, lse, sink, kv_lengths, cu_q, cu_k, zeros(q, 1)))
+        return True
+
+    return launch

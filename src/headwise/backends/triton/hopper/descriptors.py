@@ -57,7 +57,7 @@ class DescribedPlan:
     Kernel parameters are in this order: descriptors, tensors, numbers, constants; descriptors and tensors may be None.
     """
 
-    __slots__ = ("_aligned", "_maps", "_ready", "_tail", "boxes", "constants", "grid", "kernel", "numbers")
+    __slots__ = ("_launches", "_maps", "aligned", "boxes", "constants", "grid", "kernel", "numbers", "tail")
 
     def __init__(
         self, kernel: Any, grid: tuple[int, int, int], boxes: tuple[tuple[int, Described] | None, ...],
@@ -65,71 +65,57 @@ class DescribedPlan:
     ) -> None:  # fmt: skip
         """``boxes``: which of the described tensors, and how; None where the kernel takes None."""
         self.kernel, self.grid, self.boxes, self.numbers, self.constants = kernel, grid, boxes, numbers, constants
-        self._tail = (*numbers, *constants)
-        self._ready: dict[Any, _Ready] = {}
+        self.tail = (*numbers, *constants)
+        self._launches: dict[Any, DescribedLaunch] = {}
         self._maps: list[dict[int, list[Any]]] = [{} for _ in boxes]
         # Tensors that Triton compiles apart where they are not aligned.
-        parameters = kernel.params[len(boxes) : len(kernel.params) - len(self._tail)]
+        parameters = kernel.params[len(boxes) : len(kernel.params) - len(self.tail)]
         unaligned = [p.do_not_specialize or p.do_not_specialize_on_alignment for p in parameters]
-        self._aligned = tuple(place for place, indifferent in enumerate(unaligned) if not indifferent)
+        self.aligned = tuple(place for place, indifferent in enumerate(unaligned) if not indifferent)
 
     def launch(self, described: tuple[Tensor, ...], tensors: tuple[Tensor | None, ...]) -> None:
         """On the current stream of the first tensor's device; ``described`` have one dtype and last dims without gaps."""
-        device = described[0].get_device()
-        if device != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                self.launch(described, tensors)
-            return
-        key = (device, described[0].dtype, *[t if t is None else t.dtype for t in tensors])
-        for place in self._aligned:
-            t = tensors[place]
-            if t is not None and t.data_ptr() % 16:
-                self._the_long_way(described, tensors)
-                return
-        ready = self._ready.get(key)
-        if ready is None:
-            general = (id(self.kernel), *key, self.constants, *self._specialised())
-            ready = _ready.get(general)
-            if ready is None or launching._hooked():
-                compiled = self._the_long_way(described, tensors)
-                kept = _direct(compiled) if _DIRECT else None
-                if kept is not None and not launching._hooked():
-                    _ready[general] = self._ready[key] = kept
-                return
-            self._ready[key] = ready
-        if launching._hooked():
-            self._the_long_way(described, tensors)
-            return
+        dtypes = [t if t is None else t.dtype for t in tensors]
+        self.bound(described[0].get_device(), described[0].dtype, *dtypes)(described, tensors)
+
+    def bound(self, device: int, described: torch.dtype, *dtypes: torch.dtype | None) -> DescribedLaunch:
+        """Launches of this plan on tensors of these dtypes; None where there is no tensor."""
+        key = (device, described, *dtypes)
+        known = self._launches.get(key)
+        if known is None:
+            known = self._launches[key] = DescribedLaunch(self, device, key)
+        return known
+
+    def encoded(self, ready: _Ready, described: tuple[Tensor, ...]) -> list[Any]:
+        """The descriptors of these tensors as the kernel takes them."""
         arguments: list[Any] = []
         for place, box in enumerate(self.boxes):
             if box is None:
                 arguments.append(None)
                 continue
-            x, kept_maps = described[box[0]], self._maps[place]
+            x, kept = described[box[0]], self._maps[place]
             address = x.data_ptr()
-            encoded = kept_maps.get(address)
-            if encoded is None:
-                if len(kept_maps) >= _KEPT:
-                    kept_maps.clear()
-                encoded = kept_maps[address] = self._encode(ready, place, x)
-            arguments += encoded
-        arguments += [t if t is None else t.data_ptr() for t in tensors]
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        ready.call(*self.grid, stream, *ready.before, *arguments, *self._tail)
+            one = kept.get(address)
+            if one is None:
+                if len(kept) >= _KEPT:
+                    kept.clear()
+                one = kept[address] = self._encode(ready, place, x)
+            arguments += one
+        return arguments
 
-    def _specialised(self) -> list[Any]:
+    def specialised(self) -> list[Any]:
         """What Triton makes of the numbers: all it may compile apart."""
-        parameters = self.kernel.params[len(self.kernel.params) - len(self._tail) :]
+        parameters = self.kernel.params[len(self.kernel.params) - len(self.tail) :]
         seen: list[Any] = []
         for parameter, n in zip(parameters, self.numbers, strict=False):
             apart = isinstance(n, int) and not parameter.do_not_specialize
             seen.append((type(n), isinstance(n, int) and not -(2**31) <= n < 2**31, apart and (n == 1, n % 16 == 0)))
         return seen
 
-    def _the_long_way(self, described: tuple[Tensor, ...], tensors: tuple[Tensor | None, ...]) -> Any:
+    def the_long_way(self, described: tuple[Tensor, ...], tensors: tuple[Tensor | None, ...]) -> Any:
         """Triton's own launch, which compiles what is not compiled yet and tells those who listen."""
         descriptors = [b if b is None else b[1].descriptor(described[b[0]]) for b in self.boxes]
-        return self.kernel[self.grid](*descriptors, *tensors, *self._tail, num_warps=4, enable_fp_fusion=True)
+        return self.kernel[self.grid](*descriptors, *tensors, *self.tail, num_warps=4, enable_fp_fusion=True)
 
     def _encode(self, ready: _Ready, place: int, x: Tensor) -> list[Any]:
         from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -138,6 +124,51 @@ class DescribedPlan:
         assert box is not None
         before = sum(b is not None for b in self.boxes[:place])
         return list(make_tensordesc_arg(box[1].descriptor(x), ready.descriptors[before]))
+
+
+class DescribedLaunch:
+    """Launches of a plan with tensors on one device that differ in where they lie alone, not in their dtypes."""
+
+    __slots__ = ("_device", "_encoded", "_key", "_plan", "_ready")
+
+    def __init__(self, plan: DescribedPlan, device: int, key: tuple[Any, ...]) -> None:
+        self._plan, self._device, self._key = plan, device, key
+        self._ready: _Ready | None = None
+        self._encoded: dict[tuple[int, ...], list[Any]] = {}  # descriptors by the addresses of all
+
+    def __call__(self, described: tuple[Tensor, ...], tensors: tuple[Tensor | None, ...]) -> None:
+        plan, device = self._plan, self._device
+        if device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                self(described, tensors)
+            return
+        addresses = [t if t is None else t.data_ptr() for t in tensors]
+        for place in plan.aligned:
+            address = addresses[place]
+            if address is not None and address % 16:
+                plan.the_long_way(described, tensors)
+                return
+        if launching._hooked():
+            plan.the_long_way(described, tensors)
+            return
+        ready = self._ready
+        if ready is None:
+            general = (id(plan.kernel), *self._key, plan.constants, *plan.specialised())
+            ready = self._ready = _ready.get(general)
+            if ready is None:
+                compiled = plan.the_long_way(described, tensors)
+                kept = _direct(compiled) if _DIRECT else None
+                if kept is not None:
+                    _ready[general] = self._ready = kept
+                return
+        at = tuple([x.data_ptr() for x in described])
+        encoded = self._encoded.get(at)
+        if encoded is None:
+            if len(self._encoded) >= _KEPT:
+                self._encoded.clear()
+            encoded = self._encoded[at] = plan.encoded(ready, described)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        ready.call(*plan.grid, stream, *ready.before, *encoded, *addresses, *plan.tail)
 
 
 def _direct(compiled: Any) -> _Ready | None:

@@ -7,12 +7,14 @@
 // A row is read into registers whole, or walked: forwards for its mean, the last part kept, then backwards. How rows lie on
 // threads: rows.wgsl.
 //
-// variables: weight ("" or its dtype), normalises (else only rstd is written), and those of rows.wgsl
+// variables: weight ("" or its dtype), normalises, keeps (are y and rstd written?), and those of rows.wgsl
 {% import "rows.wgsl" as rows with context %}
 {% import "rms_norm_gain.wgsl" as gain with context %}
 {{ rows.read("x") }}
 {{ gain.read() }}
+{% if keeps %}
 {{ output("rstd", "f32", 1) }}
+{% endif %}
 {% if normalises %}
 {{ rows.write("y") }}
 {% endif %}
@@ -48,7 +50,9 @@
 {{ rows.load(["x"], "row, 0u") }}
 {{ rows.forwards(fold) }}
     let r = inverseSqrt(row_sum(squares, thread) / f32(params.width) + params.eps);
+{% if keeps %}
     if (there && lane == 0u) { store_rstd(row, r); }
+{% endif %}
 {% if normalises %}
 {{ rows.backwards(finish, "") }}
 {% endif %}

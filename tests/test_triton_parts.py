@@ -1,0 +1,137 @@
+"""float32 in three bfloat16 parts: nothing is lost in the splitting, and attention that multiplies so is float32's equal.
+
+The kernels run in Triton's interpreter, with tiles that ask for parts; tests/gpu and `headwise check` run them on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+
+import direct_attention as direct
+import pytest
+import torch
+from attention_calls import ints, maker, ours, packed_call, theirs
+
+import headwise as hw
+from headwise.backends.triton import parts, tile_sizes
+from headwise.backends.triton.tile_sizes import Tile
+from headwise.config import settings
+
+in_the_interpreter = pytest.mark.skipif(
+    not settings.triton_interpret, reason="for Triton's interpreter (TRITON_INTERPRET=1)"
+)
+KERNELS = ("attention_forward", "attention_backward_queries", "attention_backward_keys")
+SPECIAL = (0.0, math.inf, -math.inf, math.nan, 3.4028234663852886e38, -3.4e38, 1.1754943508222875e-38, 1 / 3, -1e-30)
+
+
+@pytest.fixture
+def in_parts():
+    """Every kernel asks for parts; gives the number of tensors that were split."""
+    with ExitStack() as stack:
+        for kernel in KERNELS:
+            stack.enter_context(tile_sizes.forced(kernel, Tile(32, 32, 4, 2, parts=3)))
+        before = parts._plan.cache_info()
+        yield lambda: sum(parts._plan.cache_info()[:2]) - sum(before[:2])
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("dim", [1, 16, 40])
+def test_three_parts_hold_every_float32(dim):
+    x = (
+        torch.randn(2, 5, 3, dim, generator=torch.Generator().manual_seed(0))
+        * torch.logspace(-25, 25, 5)[:, None, None]
+    )
+    x.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)
+    x = x.transpose(1, 2)
+    split = parts.split(x)
+    assert split.stride() == parts.split_strides(x.shape, dim)
+    high, middle, low = split.float().unflatten(3, (3, parts.pitch(dim)))[..., :dim].unbind(3)
+    assert torch.equal((low + middle + high).nan_to_num(7.0), x.nan_to_num(7.0))
+    finite = x.isfinite()
+    assert high[finite].isfinite().all()
+    assert (middle[finite].abs() <= high[finite].abs() * 2**-7).all()
+    assert (low[finite].abs() <= high[finite].abs() * 2**-15).all()
+
+
+CALLS = {
+    "causal": (32, 32, {"causal": True}),
+    "window and cap": (20, 37, {"window": (9, 4), "softcap": 3.0}),
+    "large logits": (16, 16, {"scale": 4.0}),
+}
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("call", CALLS)
+def test_attention_in_parts_is_within_the_budget(call, in_parts):
+    D, Dv, flags = CALLS[call]
+    m = maker("triton")
+    x = {"q": m.normal(1, 4, 70, D), "k": m.normal(1, 2, 50, D), "v": m.normal(1, 2, 50, Dv)}
+    direct.assert_within_budget(ours("triton", **flags), theirs(**flags), x)
+    assert in_parts() >= 3 + 3 + 4  # forward twice, backward once
+
+
+@in_the_interpreter
+def test_packed_attention_in_parts_is_within_the_budget(in_parts):
+    m, bounds = maker("triton"), [0, 33, 33, 90]
+    x = {n: m.normal(97, heads, 24) for n, heads in (("q", 2), ("k", 1), ("v", 1))}
+    direct.assert_within_budget(
+        packed_call("triton", bounds, bounds, causal=True),
+        lambda q, k, v: direct.varlen(q, k, v, bounds, bounds, causal=True),
+        x,
+    )
+    assert in_parts()
+
+
+@in_the_interpreter
+def test_what_is_hidden_may_hold_anything(in_parts):
+    m = maker("triton")
+    q, k, v = m.normal(1, 2, 40, 16), m.normal(1, 2, 40, 16), m.normal(1, 2, 40, 16)
+    mask = m.coin(40, 40)
+    mask[:, 7] = False
+    results = []
+    for hidden in (0.0, math.nan, math.inf, 3e38):
+        for x in (k, v):
+            x[:, :, 7] = hidden
+            x[:, :, 30:] = hidden
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = hw.attention(*leaves, mask=mask, kv_lengths=ints("triton", 30), backend="triton")
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert torch.equal(a, b)
+    assert in_parts()
+
+
+@in_the_interpreter
+def test_infinite_values_stay_infinite(in_parts):
+    """Infinity times the parts of a weight, which may be zero or of the other sign, must not be NaN."""
+    m = maker("triton")
+    q, k, v = m.normal(1, 1, 40, 16), m.normal(1, 1, 50, 16), m.normal(1, 1, 50, 16)
+    v[0, 0, 3, 2], v[0, 0, 44, 5], v[0, 0, 4, 6], v[0, 0, 5, 7] = math.inf, -math.inf, math.nan, 3.4e38
+    out = hw.attention(q, k, v, backend="triton")
+    expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out[out.isinf()], expected[expected.isinf()].float())
+    k[0, 0, 9] = math.inf  # scores of infinity, of either sign
+    _, lse = hw.attention(q, k, v, return_lse=True, backend="triton")
+    scores = q.double() @ k.double().transpose(2, 3)
+    assert torch.equal(lse.isnan(), scores.logsumexp(-1).isfinite().logical_not())
+    assert in_parts()
+
+
+def test_parts_are_for_true_float32_alone():
+    three, one = Tile(64, 64, 4, 2, parts=3), Tile(64, 64, 4, 2)
+    assert parts.tile_precision("tf32x3", torch.float32, three) == "parts"
+    assert parts.tile_precision("tf32x3", torch.float32, three, one) == "tf32x3"
+    assert parts.tile_precision("tf32", torch.float32, three) == "tf32"  # switched on by the user
+    assert parts.tile_precision("ieee", torch.float32, three) == "ieee"  # AMD, and gradients of very wide heads
+    assert parts.tile_precision("ieee", torch.bfloat16, three) == "ieee"
+
+
+def test_both_kernels_of_backward_agree_on_parts():
+    for path in tile_sizes.TABLES.glob("*.json"):
+        rows = tile_sizes._read(path)["tiles"]
+        queries, keys = rows["attention_backward_queries"], rows["attention_backward_keys"]
+        for name in queries.keys() & keys.keys():
+            assert queries[name].get("parts") == keys[name].get("parts"), (path.name, name)
