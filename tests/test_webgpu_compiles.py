@@ -47,8 +47,9 @@ def recording(monkeypatch, **capabilities):
     def kernel(name, **variant):
         key = (name, *variant.items())
         if key not in made:
-            source = shaders.render(name, **variant)
-            recorded.setdefault(source.text, (name, variant))
+            for native_half in (True, False):  # whatever this machine's driver rounds like
+                source = shaders.render(name, native_half=native_half, **variant)
+                recorded.setdefault(source.text, (name, variant | {"native_half": native_half}))
             made[key] = runtime.Kernel(None, None, source)
         return made[key]
 
@@ -98,6 +99,19 @@ def test_every_variant_compiles_under_naga_and_tint(op, monkeypatch):
         except (TintError, wgpu.GPUError) as error:
             failures.append(f"{name} {variant}: {error}")
     assert not failures, f"{len(failures)} of {len(found)} variants: " + "\n".join(failures[:3])
+
+
+def test_float16_is_compiled_in_both_ways(monkeypatch):
+    with recording(monkeypatch) as recorded:
+        run_all_cases("softmax", quick=True)
+    ways = [text for text, (name, variant) in recorded.items() if name == "softmax" and variant["dtype"] == "f16"]
+    assert any("return pack2x16float" in text for text in ways)
+    assert any("half_bits" in text for text in ways)
+
+
+def test_the_probes_compile_under_tint():
+    for name in ("subgroup_probe", "half_probe"):
+        compile_with_tint(shaders.render(name, dialect=shaders.TINT).text)
 
 
 def test_both_dialects_are_rendered():

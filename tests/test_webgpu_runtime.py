@@ -12,7 +12,6 @@ import threading
 import time
 from types import SimpleNamespace
 
-import jinja2
 import pytest
 import torch
 import wgpu
@@ -21,7 +20,7 @@ import headwise as hw
 import headwise.webgpu
 from headwise.backends import webgpu as rules
 from headwise.backends.registry import availability
-from headwise.backends.webgpu import adapter, copies, runtime, shaders, storage
+from headwise.backends.webgpu import adapter, copies, runtime, storage
 from headwise.backends.webgpu.storage import Region
 from headwise.config import settings
 from headwise.webgpu import Array, array, counts
@@ -539,86 +538,6 @@ def test_a_kernel_is_called_with_what_it_declares():
     x, z = device.empty((9,), torch.float32).narrow(0, 1, 8), device.empty((8,), torch.float32)
     with pytest.raises(RuntimeError, match="a begins at element 1; the kernel needs a multiple of 4"):
         device.run(device.kernel("add", dtype="f32"), 1, (2,), a=x, b=x, y=z)
-
-
-# --------------------------------------------------------------------------------------------------------------- 16 bits
-
-# y = x in another dtype, element by element; the words of a float32 are carried as they are.
-CAST = """
-{{ input("x", of, 4) }}
-{{ output("y", to, 4) }}
-{{ params("vectors: u32") }}
-@compute @workgroup_size(256)
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let i = (group.x + group.y * groups.x) * 256u + thread;
-    if (i < params.vectors) { store_y(i, load_x(i)); }
-}
-"""
-
-
-@pytest.fixture
-def cast(monkeypatch):
-    environment = shaders._environment()
-    loader = jinja2.ChoiceLoader([environment.loader, jinja2.DictLoader({"cast.wgsl": CAST})])
-    monkeypatch.setattr(environment, "loader", loader)
-
-    def cast(x, dtype):
-        device = runtime.device()
-        y = device.empty(tuple(x.shape), dtype)
-        kernel = device.kernel("cast", of=shaders.DTYPES[x.dtype], to=shaders.DTYPES[dtype])
-        vectors = x.numel() // 4
-        device.run(kernel, -(-vectors // 256), (vectors,), x=device.upload(x), y=y)
-        return device.read(y)
-
-    return cast
-
-
-def bits(x):
-    return x.view(torch.int16 if x.dtype.itemsize == 2 else torch.int32)
-
-
-def same_bits(ours, expected):
-    """Where one is a NaN the other is, and everything else is the same bit by bit."""
-    assert torch.equal(ours.isnan(), expected.isnan())
-    numbers = ~expected.isnan()
-    assert torch.equal(bits(ours)[numbers], bits(expected)[numbers])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_16_bit_pattern_is_read_and_written_back(cast, dtype):
-    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
-    same_bits(cast(every, torch.float32), every.float())
-    same_bits(cast(every, dtype), every)
-
-
-def awkward_floats():
-    """Random bit patterns of all sizes, and the neighbourhoods where rounding to 16 bits changes its mind."""
-    draw = torch.Generator().manual_seed(0)
-    anything = torch.randint(-(1 << 31), 1 << 31, (1 << 18,), generator=draw).to(torch.int32)
-    near_half = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16).float().view(torch.int32)
-    near_brain = torch.arange(-(1 << 15), 1 << 15).to(torch.int32) << 16
-    # The middle between two neighbours and the floats beside it.
-    steps = (-1, 0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001)
-    around = [x + step for x in (near_half, near_brain) for step in steps]
-    subnormal = torch.randint(0, 1 << 23, (1 << 12,), generator=draw).to(torch.int32)
-    return torch.cat([anything, *around, subnormal, subnormal | -(1 << 31)]).view(torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rounding_is_to_nearest_even(cast, dtype):
-    x = awkward_floats()
-    expected = x.to(dtype)
-    ours = cast(x, dtype)
-    # GPUs may read a subnormal float32 as zero; everything else is exact.
-    subnormal = (x.abs() < torch.finfo(torch.float32).tiny) & (x != 0)
-    flushed = subnormal & (ours == 0)
-    same_bits(torch.where(flushed, 0.0, ours), torch.where(flushed, 0.0, expected))
-
-
-def test_a_sum_is_rounded_once():
-    a, b = (torch.randn(4096).to(torch.bfloat16) for _ in range(2))
-    assert torch.equal((array(a) + array(b)).torch(), a + b)
 
 
 # --------------------------------------------------------------------------------------------------------------- the host

@@ -167,15 +167,19 @@ def _reduce(row_losses: Tensor, targets: Tensor, ignore_index: int, reduction: s
 
 
 def _row_grads(
-    grad: Tensor, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, backend: str
+    grad: Tensor | None, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, backend: str
 ) -> Tensor:
-    """The gradient of each row's loss, (N,), from the gradient of the loss: the backward of `_reduce`."""
-    grad = grad.to(_loss_dtype(logits))
+    """The gradient of each row's loss, (N,), from the gradient of the loss: the backward of `_reduce`. None is 1."""
+    dtype, mean = _loss_dtype(logits), reduction == "mean"
+    if reduction != "none" and hasattr(logits, "headwise_device"):
+        launch = registry.launcher(backend, "cross_entropy_row_grads")
+        return launch(None if grad is None else grad.to(dtype), targets, ignore_index, mean)
+    if grad is None:
+        grad = logits.new_ones((), dtype=dtype).expand(targets.shape if reduction == "none" else ())
+    grad = grad.to(dtype)
     if reduction == "none":
         return grad.reshape(-1)
-    if hasattr(grad, "headwise_device"):
-        return registry.launcher(backend, "cross_entropy_row_grads")(grad, targets, ignore_index, reduction == "mean")
-    return (grad / _counted(targets, ignore_index) if reduction == "mean" else grad).expand(targets.numel())
+    return (grad / _counted(targets, ignore_index) if mean else grad).expand(targets.numel())
 
 
 def _run_forward(
@@ -224,10 +228,7 @@ def _run_forward_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     _validate(logits, targets, ignore_index)
-    one = logits.new_ones((), dtype=_loss_dtype(logits))
-    row_grads = _row_grads(
-        one.expand(targets.shape) if reduction == "none" else one, logits, targets, ignore_index, reduction, backend
-    )
+    row_grads = _row_grads(None, logits, targets, ignore_index, reduction, backend)
     launch = registry.launcher(backend, "cross_entropy_forward_backward")
     row_losses, dlogits = launch(row_grads, logits, targets, ignore_index, label_smoothing, z_loss, softcap)
     return _reduce(row_losses, targets, ignore_index, reduction, backend), dlogits

@@ -52,6 +52,7 @@ class Capabilities(NamedTuple):
     binding_bytes: int  # of a buffer that one kernel can see at once
     buffer_bytes: int  # of one allocation
     timestamps: bool
+    native_half: bool = False  # does pack2x16float round to nearest even? Known once the device was asked
 
 
 def summaries() -> list[str]:

@@ -11,7 +11,6 @@ import torch
 
 from headwise.backends.webgpu import copies, runtime
 from headwise.backends.webgpu.array import Array, launcher
-from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region
 
 aten = torch.ops.aten
@@ -189,15 +188,7 @@ def _sum(device: runtime.Device, a: Region, b: Region) -> Region:
         x = copies.copied(device, x)
     if other.offset % 4:
         other = copies.copied(device, other)
-    y = device.empty(x.shape, x.dtype)
-    kernel = device.kernel("add", dtype=DTYPES[x.dtype])
-    most = (device.capabilities.binding_bytes - 512) // y.itemsize // 4 * 4
-    for start in range(0, y.numel, most):
-        count = min(most, y.numel - start)
-        parts = [r.with_shape((y.numel,)).narrow(0, start, count) for r in (x, other, y)]
-        vectors = -(-count // 4)
-        device.run(kernel, -(-vectors // 256), (vectors,), a=parts[0], b=parts[1], y=parts[2])
-    return y
+    return copies.added(device, x, other)
 
 
 def _to_copy(x: Array, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> torch.Tensor:

@@ -7,94 +7,38 @@ Both big kernels (two variants of ``wgsl/attention_backward.wgsl``) compute the 
 would do with atomics. Dao, "FlashAttention-2", 2023.
 
 A tensor larger than one binding is worked on by one key head of one batch entry after the other (`Piece`): its rows are made
-dense first where even one head of it is spread too far, and results are written in windows of rows.
+dense first where even one head of it is spread too far, and results are written in windows of rows. Where one head is larger
+than a binding, windows of queries meet windows of keys, and sums go on from one to the next.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from headwise.backends.webgpu import scores, tiles
-from headwise.backends.webgpu.adapter import FLOOR_WORKGROUP_MEMORY, Capabilities
+from headwise.backends.webgpu import scores
 from headwise.backends.webgpu.array import launcher
 from headwise.backends.webgpu.attention_bias import bias_gradient
+from headwise.backends.webgpu.backward_kernels import (
+    KEYS,
+    QUERIES,
+    Packed,
+    Piece,
+    Problem,
+    Streamed,
+    own_tiles,
+    rows_of,
+    run_side,
+    shape_of,
+    windows,
+)
 from headwise.backends.webgpu.runtime import Device
 from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region
 
 if TYPE_CHECKING:
     from headwise.ops.attention._arguments import Flags
-
-QUERIES, KEYS = "queries", "keys"
-
-_MOST_REGISTERS = 200  # floats of a thread in arrays that must not spill
-
-
-class Shape(NamedTuple):
-    """How a workgroup of ``wgsl/attention_backward.wgsl`` is cut: template variables of the same names."""
-
-    rows: int  # own rows that a group of lanes shares
-    lanes: int
-    threads: int
-    tile: int  # streamed rows in workgroup memory
-    chunk: int  # of them, computed at once
-    subgroups: bool
-
-    @property
-    def own_tile(self) -> int:
-        return self.threads // self.lanes * self.rows
-
-
-class Piece(NamedTuple):
-    """A part of a call: all of it, or one key head of one batch entry."""
-
-    batch: int  # the first batch entry
-    batches: int
-    key_head: int  # the first key head
-    key_heads: int
-    group: int  # query heads per key head
-
-    def of_keys(self, x: Region) -> Region:
-        """The part of k, v, dk or dv ``(B, Hk, ·, ·)``."""
-        return x.narrow(0, self.batch, self.batches).narrow(1, self.key_head, self.key_heads)
-
-    def of_queries(self, x: Region) -> Region:
-        """The part of q, dO, O, lse or dq ``(B, Hq, …)``."""
-        return x.narrow(0, self.batch, self.batches).narrow(1, self.key_head * self.group, self.key_heads * self.group)
-
-    def of_scores(self, x: Region) -> Region:
-        """The part of a mask or bias, of which dims of 1 are broadcast."""
-        if x.shape[0] > 1:
-            x = x.narrow(0, self.batch, self.batches)
-        if x.shape[1] > 1:
-            x = x.narrow(1, self.key_head * self.group, self.key_heads * self.group)
-        return x
-
-
-class Problem(NamedTuple):
-    """Aligned tensors of one piece: dense, or packed as ``(1, H, T, ·)`` views."""
-
-    piece: Piece
-    q: Region
-    k: Region
-    v: Region
-    grad: Region
-    stats: Region  # of the whole call; those of the rows of this piece begin at stats_first
-    stats_first: int
-    scores: scores.Scores
-    packed: Packed | None
-
-
-class Packed(NamedTuple):
-    cu_q: Region
-    cu_k: Region
-    max_q: int
-    max_k: int
-
 
 # --------------------------------------------------------------------------------------------------------- the launchers
 
@@ -156,21 +100,30 @@ def _run(
         piece = Piece(*cut, group)
         problem = Problem(
             piece,
-            scores.bindable(device, piece.of_queries(q)),
-            scores.bindable(device, piece.of_keys(k)),
-            scores.bindable(device, piece.of_keys(v)),
-            scores.bindable(device, piece.of_queries(grad)),
+            piece.of_queries(q),
+            piece.of_keys(k),
+            piece.of_keys(v),
+            piece.of_queries(grad),
             stats,
             batch + (piece.batch * heads + piece.key_head * group) * q_length,
             _scores_of(of_call, piece),
             packed,
         )
-        rows_of(
-            device, problem, scores.bindable(device, piece.of_queries(out)), piece.of_queries(lse),
-            None if grad_lse is None else piece.of_queries(grad_lse), kv_lengths,
+        of_rows = _OfRows(
+            piece.of_queries(out), piece.of_queries(lse), None if grad_lse is None else piece.of_queries(grad_lse),
+            kv_lengths,
         )  # fmt: skip
-        _run_queries(device, problem, piece.of_queries(results[0].written))
-        _run_keys(device, problem, *(piece.of_keys(x.written) for x in results[1:]))
+        dq, dk, dv = piece.of_queries(results[0].written), *(piece.of_keys(x.written) for x in results[1:])
+        if _is_large(device, problem.q, problem.k, problem.v, problem.grad, of_rows.out):
+            _run_in_windows(device, problem, of_rows, dq, dk, dv)
+        else:
+            q_part, k_part, v_part, grad_part, out_part = (
+                scores.bindable(device, x) for x in (problem.q, problem.k, problem.v, problem.grad, of_rows.out)
+            )
+            problem = problem._replace(q=q_part, k=k_part, v=v_part, grad=grad_part)
+            rows_of(device, problem, out_part, of_rows.lse, of_rows.grad_lse, kv_lengths)
+            _run_queries(device, problem, dq)
+            _run_keys(device, problem, dk, dv)
         problems.append(problem)
     return problems, stats, [scores.finish(device, x) for x in results]
 
@@ -190,58 +143,6 @@ def _scores_of(of_call: scores.Scores, piece: Piece) -> scores.Scores:
     return scores.Scores(of_call.variant, parameters, regions)
 
 
-def windows(device: Device, problem: Problem, dim: int, *results: Region) -> Iterator[tuple[tuple[int, int], Problem]]:
-    """Rows [first, past) of the side of dim 2 (queries) or 3 (keys) of the scores that a kernel can work on at once: all of
-    them, unless a result, the mask or the bias is too large to bind. With them the problem that has only their scores."""
-    length = (problem.q if dim == 2 else problem.k).shape[2]
-    most, seen = device.capabilities.binding_bytes, problem.scores.regions
-    rows = length
-    for x in results:
-        if x.storage.size > most:
-            rows = min(rows, (most - 512) // (x.strides[2] * x.itemsize))
-    for x in seen.values():
-        if x.storage.size > most and x.shape[dim] > 1:
-            rows = min(rows, (most - 512) // (x.numel // x.shape[dim] * x.itemsize))
-    if rows == length:
-        if length:
-            yield (0, length), problem
-        return
-    for first in range(0, length, max(rows, 1)):
-        count = min(max(rows, 1), length - first)
-        parts = {
-            n: scores.bindable(device, x.narrow(dim, first, count) if x.shape[dim] > 1 else x) for n, x in seen.items()
-        }
-        strides = tuple(0 if n == 1 else s for x in parts.values() for n, s in zip(x.shape, x.strides, strict=True))
-        of_scores = scores.Scores(problem.scores.variant, (*problem.scores.parameters[:9], *strides), parts)
-        yield (first, first + count), problem._replace(scores=of_scores)
-
-
-def rows_of(
-    device: Device, problem: Problem, out: Region, lse: Region, grad_lse: Region | None, kv_lengths: Region | None
-) -> None:
-    """Fill the stats of a problem: see ``wgsl/attention_stats.wgsl``."""
-    batch, heads, length = out.shape[:3]
-    count, vectors = batch * heads * length, out.shape[3] // 4
-    lanes = 4 if vectors <= 8 else 16
-    kernel = device.kernel(
-        "attention_stats", dtype=DTYPES[out.dtype], dlse=grad_lse is not None,
-        lengths="" if kv_lengths is None else DTYPES[kv_lengths.dtype], vectors=vectors, lanes=lanes,
-    )  # fmt: skip
-    regions = {"result": out, "grad": problem.grad, "lse": lse, "stats": problem.stats}
-    dlse_strides: tuple[int, ...] = (0, 0, 0)
-    if grad_lse is not None:
-        regions["grad_lse"], dlse_strides = grad_lse, grad_lse.strides
-    if kv_lengths is not None:
-        regions["lengths"] = kv_lengths
-    parameters = (
-        batch, heads, length, problem.k.shape[2], *scores.vectors(out), *scores.vectors(problem.grad), *lse.strides,
-        *dlse_strides, *((0, 0) if kv_lengths is None else (kv_lengths.strides[0], kv_lengths.shape[0])),
-        problem.stats_first,
-    )  # fmt: skip
-    # Without any row there may still be lengths.
-    device.run(kernel, max(-(-count // (256 // lanes)), int(kv_lengths is not None)), parameters, **regions)
-
-
 def _sink_gradient(device: Device, stats: Region, sink: Region, shape: tuple[int, ...], lengths: bool) -> Region:
     batch, heads, q_length, _ = shape
     dsink = device.empty((heads,), sink.dtype)
@@ -250,127 +151,132 @@ def _sink_gradient(device: Device, stats: Region, sink: Region, shape: tuple[int
     return dsink
 
 
-# ------------------------------------------------------------------------------------------------------- the big kernels
-
-
 def _run_queries(device: Device, problem: Problem, dq: Region) -> None:
-    q, k, packed = problem.q, problem.k, problem.packed
-    shape = _shape_of(device, QUERIES, problem)
-    entries, count = None, -(-q.shape[2] // shape.own_tile)
-    if packed is not None:
-        entries, count = scores.packed_tiles(
-            device, packed.cu_q, packed.cu_k, q.shape[2], k.shape[2], packed.max_q, packed.max_k, shape.own_tile
-        )
+    shape = shape_of(device, QUERIES, problem)
+    entries, count = own_tiles(device, QUERIES, problem, shape)
     for window, seen in windows(device, problem, 2, dq):
         run_side(device, QUERIES, seen, shape, entries, count, window, dq, None)
 
 
 def _run_keys(device: Device, problem: Problem, dk: Region, dv: Region) -> None:
-    q, k, packed = problem.q, problem.k, problem.packed
-    shape = _shape_of(device, KEYS, problem)
-    entries, count = None, -(-k.shape[2] // shape.own_tile)
-    if packed is not None:
-        entries, count = scores.packed_tiles(
-            device, packed.cu_k, packed.cu_q, k.shape[2], q.shape[2], packed.max_k, packed.max_q, shape.own_tile
-        )
+    shape = shape_of(device, KEYS, problem)
+    entries, count = own_tiles(device, KEYS, problem, shape)
     for window, seen in windows(device, problem, 3, dk, dv):
-        if "mask" in problem.scores.regions and "bias" in problem.scores.regions:
-            # One buffer more than a kernel may bind: dk and dv one after the other.
-            run_side(device, KEYS, seen, shape, entries, count, window, dk, None)
-            run_side(device, KEYS, seen, shape, entries, count, window, None, dv)
-        else:
-            run_side(device, KEYS, seen, shape, entries, count, window, dk, dv)
+        for first, second in _together(problem, dk, dv):
+            run_side(device, KEYS, seen, shape, entries, count, window, first, second)
 
 
-def run_side(
-    device: Device, side: str, problem: Problem, shape: Shape, entries: Region | None, tile_count: int,
-    window: tuple[int, int], first: Region | None, second: Region | None,
-) -> None:  # fmt: skip
-    """One dispatch: ``first`` is dq or dk, ``second`` is dv, where they are wanted."""
-    q, k, v, grad, of_call = problem.q, problem.k, problem.v, problem.grad, problem.scores
-    queries, keys = (q.shape[2], k.shape[2]) if problem.packed is None else (problem.packed.max_q, problem.packed.max_k)
-    summed = keys if side == QUERIES else queries * problem.piece.group  # rows: of all query heads of a key head
-    kernel = device.kernel(
-        "attention_backward", side=side, dtype=DTYPES[q.dtype], first=q.shape[3] // 4, second=v.shape[3] // 4,
-        want_first=first is not None, want_second=second is not None, variant=of_call.variant, rows=shape.rows,
-        lanes=shape.lanes, threads=shape.threads, tile=shape.tile, chunk=shape.chunk, subgroups=shape.subgroups,
-        chain=tiles.chain(q.dtype, summed),
+def _together(problem: Problem, dk: Region, dv: Region) -> list[tuple[Region | None, Region | None]]:
+    """dk and dv; one after the other where both are one buffer more than a kernel may bind."""
+    both = "mask" in problem.scores.regions and "bias" in problem.scores.regions
+    return [(dk, None), (None, dv)] if both else [(dk, dv)]
+
+
+# ------------------------------------------------------------------------------------- heads that are larger than a binding
+
+
+def _is_large(device: Device, *tensors: Region) -> bool:
+    """Is one of them too large for a kernel to bind, even if it were dense?"""
+    most = device.capabilities.binding_bytes
+    return any(x.storage.size > most and x.numel * x.itemsize > most - 512 for x in tensors)
+
+
+def _run_in_windows(device: Device, problem: Problem, of_rows: _OfRows, dq: Region, dk: Region, dv: Region) -> None:
+    """A key head of which some tensor is larger than a binding: windows of queries and keys, in a fixed order."""
+    k, v = problem.k, problem.v
+    sums = [scores.empty_sums(device, x) for x in (dq, dk, dv)]
+    group, heads = problem.piece.group, [_single_head(problem, of_rows, h) for h in range(problem.piece.group)]
+    q_windows = scores.windows(device, *(x.narrow(1, 0, 1) for x in (problem.q, problem.grad, of_rows.out, sums[0])))
+    k_windows = scores.windows(device, k, v, *sums[1:])
+    q_windows, k_windows = _with_room_for_scores(device, problem, q_windows, k_windows)
+    for single, rows in heads:
+        for first, past in q_windows:
+            rows_of(device, *_rows_of_window(device, single, rows, first, past))
+    shape = shape_of(device, QUERIES, heads[0][0])
+    entries, count = own_tiles(device, QUERIES, heads[0][0], shape)
+    for h, (single, _) in enumerate(heads):
+        for own in q_windows:
+            for past_windows, window in enumerate(k_windows):
+                streamed = Streamed(*window, past_windows > 0, past_windows == len(k_windows) - 1)
+                seen = _pair_of_windows(device, single, own, window)
+                result = sums[0].narrow(1, h, 1)
+                run_side(device, QUERIES, seen, shape, entries, count, own, result, None, streamed)
+    shape = shape_of(device, KEYS, heads[0][0])
+    entries, count = own_tiles(device, KEYS, heads[0][0], shape)
+    for own in k_windows:
+        for h, (single, _) in enumerate(heads):
+            for window in q_windows:
+                last = h == group - 1 and window == q_windows[-1]
+                streamed = Streamed(*window, h > 0 or window != q_windows[0], last)
+                seen = _pair_of_windows(device, single, window, own)
+                for of_k, of_v in _together(problem, sums[1], sums[2]):
+                    run_side(device, KEYS, seen, shape, entries, count, own, of_k, of_v, streamed)
+    for total, result in zip(sums, (dq, dk, dv), strict=True):
+        for h in range(result.shape[1]):
+            scores.round_rows(device, total.narrow(1, h, 1), result.narrow(1, h, 1))
+
+
+class _OfRows(NamedTuple):
+    """What only the rows' numbers are made from."""
+
+    out: Region
+    lse: Region
+    grad_lse: Region | None
+    kv_lengths: Region | None
+
+
+def _single_head(problem: Problem, rows: _OfRows, head: int) -> tuple[Problem, _OfRows]:
+    """One query head of a problem of one key head."""
+    of_call, length = problem.scores, problem.q.shape[2]
+    q, grad, out, lse = (x.narrow(1, head, 1) for x in (problem.q, problem.grad, rows.out, rows.lse))
+    regions = {name: x.narrow(1, head, 1) if x.shape[1] > 1 else x for name, x in of_call.regions.items()}
+    of_scores = of_call._replace(parameters=(1, 1, 1, *of_call.parameters[3:]), regions=regions)
+    grad_lse = None if rows.grad_lse is None else rows.grad_lse.narrow(1, head, 1)
+    return (
+        problem._replace(
+            piece=problem.piece._replace(group=1), q=q, grad=grad, stats_first=problem.stats_first + head * length,
+            scores=of_scores,
+        ),
+        _OfRows(out, lse, grad_lse, rows.kv_lengths),
     )  # fmt: skip
-    regions = {"q": q, "k": k, "v": v, "grad": grad, "stats": problem.stats, **of_call.regions}
-    parameters: tuple[float, ...] = (
-        tile_count, *window, problem.stats_first, problem.piece.batch,
-        *(n for x in (q, k, v, grad) for n in scores.vectors(x)),
-    )  # fmt: skip
-    for name, x in (("dq" if side == QUERIES else "dk", first), ("dv", second)):
-        if x is not None:
-            regions[name] = x.narrow(2, window[0], window[1] - window[0])
-            parameters += scores.vectors(x)
-    if entries is not None:
-        regions["tiles"] = entries
-    heads = (q if side == QUERIES else k).shape[1]
-    device.run(kernel, q.shape[0] * heads * tile_count, parameters + of_call.parameters, **regions)
 
 
-# ------------------------------------------------------------------------------------------------------------ the shapes
+def _rows_of_window(
+    device: Device, single: Problem, rows: _OfRows, first: int, past: int
+) -> tuple[Problem, Region, Region, Region | None, Region | None]:
+    grad, out = (scores.window(device, x, first, past) for x in (single.grad, rows.out))
+    lse, grad_lse = (None if x is None else x.narrow(2, first, past - first) for x in (rows.lse, rows.grad_lse))
+    assert lse is not None
+    return single._replace(grad=grad, stats_first=single.stats_first + first), out, lse, grad_lse, rows.kv_lengths
 
 
-def _shape_of(device: Device, side: str, problem: Problem) -> Shape:
-    q, k, v = problem.q, problem.k, problem.v
-    batch, heads, length, _ = (q if side == QUERIES else k).shape
-    return _shape(device.capabilities, side, 8 * q.itemsize, q.shape[3] // 4, v.shape[3] // 4, batch * heads, length)
+def _pair_of_windows(device: Device, single: Problem, queries: tuple[int, int], keys: tuple[int, int]) -> Problem:
+    q, grad = (scores.window(device, x, *queries) for x in (single.q, single.grad))
+    k, v = (scores.window(device, x, *keys) for x in (single.k, single.v))
+    regions = {}
+    for name, x in single.scores.regions.items():
+        for dim, (first, past) in ((2, queries), (3, keys)):
+            x = x.narrow(dim, first, past - first) if x.shape[dim] > 1 else x
+        regions[name] = scores.bindable(device, x)
+    strides = tuple(0 if n == 1 else s for x in regions.values() for n, s in zip(x.shape, x.strides, strict=True))
+    of_scores = single.scores._replace(parameters=(*single.scores.parameters[:9], *strides), regions=regions)
+    return single._replace(q=q, k=k, v=v, grad=grad, scores=of_scores)
 
 
-@functools.lru_cache(maxsize=4096)
-def _shape(capabilities: Capabilities, side: str, bits: int, first: int, second: int, heads: int, length: int) -> Shape:
-    """What ``tiles.json`` lists for ``attention_backward_queries`` or ``…_keys``, or a shape by limits alone."""
-    subgroup = capabilities.subgroup_size if capabilities.tier >= "C" else 0
-    enough = tiles.busy(capabilities)
-    found = None
-    for entry in tiles.rows(f"attention_backward_{side}", capabilities, bits, max(first, second)):
-        shape = Shape(**entry, subgroups=subgroup > 0)
-        if (
-            workgroup_bytes(shape, side, first, second) <= capabilities.workgroup_memory
-            and shape.threads <= capabilities.workgroup_threads
-            and (shape.lanes <= subgroup or not subgroup)
-        ):
-            found = shape
-            if heads * -(-length // shape.own_tile) >= enough:
-                return shape
-    if found is None:
-        found = default_shape(subgroup, side, first, second)
-        if subgroup and heads * -(-length // found.own_tile) < enough and found.threads > 64:
-            found = found._replace(threads=64)
-    return found
+Windows = list[tuple[int, int]]
 
 
-def default_shape(subgroup: int, side: str, first: int, second: int) -> Shape:
-    """A shape for what every adapter has. ``subgroup`` is its size, or 0; ``first`` and ``second`` are vectors of a row of q
-    and of v."""
-    widest = max(first, second)
-    held, most = (3, 4) if side == QUERIES else (4, 2)  # tensors in registers; vectors that a lane has of a row
-    rows = lanes = 4
-    while lanes * most < widest and lanes < (min(subgroup, 32) if subgroup else 16):
-        lanes *= 2
-    while rows > 1 and held * rows * 4 * -(-widest // lanes) > _MOST_REGISTERS:
-        rows //= 2
-    if subgroup:
-        shape = Shape(rows, lanes, 128, 32, 8, True)
-    else:
-        shape = Shape(rows, lanes, 64, 16, 4, False)
-    while shape.tile > shape.chunk and workgroup_bytes(shape, side, first, second) > FLOOR_WORKGROUP_MEMORY:
-        shape = shape._replace(tile=shape.tile // 2)
-    while shape.threads > lanes and workgroup_bytes(shape, side, first, second) > FLOOR_WORKGROUP_MEMORY:
-        shape = shape._replace(threads=shape.threads // 2)
-    return shape
-
-
-def workgroup_bytes(shape: Shape, side: str, first: int, second: int, results: int = 2) -> int:
-    """Workgroup memory that a kernel needs."""
-    row = sum(-(-vectors // shape.lanes) * shape.lanes for vectors in (first, second))
-    size = 16 * shape.tile * row
-    if side == KEYS:
-        size += 8 * shape.tile
-    if not shape.subgroups:
-        weights = results if side == KEYS else 1
-        size += 16 * (2 * shape.rows * (shape.threads + 1) + weights * shape.own_tile)
-    return size
+def _with_room_for_scores(
+    device: Device, problem: Problem, q_windows: Windows, k_windows: Windows
+) -> tuple[Windows, Windows]:
+    """The windows, made so small that a mask or bias of both can be bound."""
+    sizes = [past - first for first, past in (q_windows[0], k_windows[0])]
+    for x in problem.scores.regions.values():
+        room = (device.capabilities.binding_bytes - 512) // x.itemsize
+        while min(sizes[0], x.shape[2]) * min(sizes[1], x.shape[3]) > room:
+            large = 0 if min(sizes[0], x.shape[2]) >= min(sizes[1], x.shape[3]) else 1
+            sizes[large] = -(-sizes[large] // 2)
+    return tuple(  # type: ignore[return-value]
+        [(first, min(first + size, cut[-1][1])) for first in range(0, cut[-1][1], max(size, 1))] or cut
+        for size, cut in zip(sizes, (q_windows, k_windows), strict=True)
+    )

@@ -15,7 +15,7 @@ from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region, contiguous_strides
 
 if TYPE_CHECKING:
-    from headwise.backends.webgpu.attention_backward import Problem
+    from headwise.backends.webgpu.backward_kernels import Problem
 
     Windows = Callable[..., Iterator[tuple[tuple[int, int], Problem]]]
 
@@ -42,7 +42,7 @@ def bias_gradient(
     # Too large to be seen at once: one head after the other, and each adds to what the ones before it left.
     parts = _empty_parts(device, 1, bias)
     for problem in problems:
-        for head, single in _single_heads(problem):
+        for head, single in _single_heads(device, problem):
             one = parts.with_shape(bias.shape)
             for dim, first in ((0, single.piece.batch), (1, head)):
                 one = one.narrow(dim, first, 1) if per[dim] else one
@@ -68,13 +68,14 @@ def _owners_and_readers(batch: int, heads: int, q_length: int, k_length: int, pe
     return owners, readers
 
 
-def _single_heads(problem: Problem) -> Iterator[tuple[int, Problem]]:
+def _single_heads(device: Device, problem: Problem) -> Iterator[tuple[int, Problem]]:
     """Each query head of the call that a problem has, and the problem of it alone."""
     piece, of_call = problem.piece, problem.scores
     batches, heads, length, _ = problem.q.shape
     for b, h in itertools.product(range(batches), range(heads)):
-        q, grad = (x.narrow(0, b, 1).narrow(1, h, 1) for x in (problem.q, problem.grad))
-        k, v = (x.narrow(0, b, 1).narrow(1, h // piece.group, 1) for x in (problem.k, problem.v))
+        of_query = (x.narrow(0, b, 1).narrow(1, h, 1) for x in (problem.q, problem.grad))
+        of_key = (x.narrow(0, b, 1).narrow(1, h // piece.group, 1) for x in (problem.k, problem.v))
+        q, grad, k, v = (scores.bindable(device, x) for x in (*of_query, *of_key))
         regions = dict(of_call.regions)
         for name, x in regions.items():
             x = x.narrow(0, b, 1) if x.shape[0] > 1 else x

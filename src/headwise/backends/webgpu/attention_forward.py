@@ -13,7 +13,7 @@ import torch
 
 from headwise.backends.webgpu import scores, tiles
 from headwise.backends.webgpu.array import launcher
-from headwise.backends.webgpu.runtime import Device
+from headwise.backends.webgpu.runtime import Device, Kernel
 from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region
 
@@ -73,45 +73,64 @@ def attention_varlen_forward(
 
 def _forward(device: Device, problem: _Problem, flags: Flags, packing: _Packing | None) -> None:
     batch, heads, queries, _ = problem.q.shape
-    capabilities = device.capabilities
     q_vectors, v_vectors = -(-problem.q.shape[3] // 4), -(-problem.v.shape[3] // 4)
-    tile = tiles.forward(capabilities, 8 * problem.q.itemsize, q_vectors, v_vectors, queries, batch * heads)
-    entries, listed = -(-queries // tile.queries), None
+    tile = tiles.forward(device.capabilities, 8 * problem.q.itemsize, q_vectors, v_vectors, queries, batch * heads)
+    entries, listed = 0, None
     if packing is not None:
         listed, entries = scores.packed_tiles(
             device, packing.cu_q, packing.cu_k, queries, problem.k.shape[2], packing.max_q, packing.max_k, tile.queries
         )
     chain = tiles.chain(problem.q.dtype, _most_keys(problem, flags, packing, tile.queries))
     for part in _pieces(device, problem):
-        of_scores = scores.of_call(
-            device, part.q, part.k, part.mask, part.bias, part.lengths, part.sink, flags, packing is not None
-        )
-        kernel = device.kernel(
-            "attention_forward",
-            dtype=DTYPES[part.q.dtype],
-            variant=of_scores.variant,
-            q_vectors=q_vectors,
-            v_vectors=v_vectors,
-            subgroups=capabilities.tier >= "C",
-            chain=chain,
-            **tile._asdict(),
-        )
-        for first, rows in _rows_at_once(device, part):
-            seen = part if rows == queries else _of_rows(part, first, rows)
-            blocks = entries if packing is not None else -(-rows // tile.queries)
-            regions = of_scores.regions
-            for name, x in (("mask", seen.mask), ("bias", seen.bias), ("tiles", listed)):
-                if x is not None:
-                    regions[name] = x
-            device.run(
-                kernel,
-                part.q.shape[0] * part.q.shape[1] * blocks,
-                (
-                    blocks, first, rows, *scores.vectors(seen.q), *scores.vectors(seen.k), *scores.vectors(seen.v),
-                    *scores.vectors(seen.out), *seen.lse.strides[:2], *of_scores.parameters,
-                ),
-                q=seen.q, k=seen.k, v=seen.v, out=seen.out, lse=seen.lse, **regions,
-            )  # fmt: skip
+        windows = [(0, part.k.shape[2])] if part is problem else scores.windows(device, part.k, part.v)
+        # A row that several dispatches sum up lies in memory in between, and not in 16 bits.
+        target = part if len(windows) == 1 else part._replace(out=scores.empty_sums(device, part.out))
+        for first, past in windows:
+            # A sink counts once, when all keys have.
+            sink = part.sink if past == part.k.shape[2] else None
+            of_scores = scores.of_call(
+                device, part.q, part.k, part.mask, part.bias, part.lengths, sink, flags, packing is not None
+            )
+            kernel = device.kernel(
+                "attention_forward",
+                dtype=DTYPES[part.q.dtype],
+                to=DTYPES[target.out.dtype],
+                variant=of_scores.variant,
+                q_vectors=q_vectors,
+                v_vectors=v_vectors,
+                subgroups=device.capabilities.tier >= "C",
+                windowed=len(windows) > 1,
+                chain=chain if len(windows) == 1 else tiles.CHAIN,
+                **tile._asdict(),
+            )
+            k, v = (scores.window(device, x, first, past) for x in (part.k, part.v))
+            window = () if len(windows) == 1 else (first, past, int(first > 0))
+            _dispatch(device, kernel, target._replace(k=k, v=v), of_scores, tile.queries, listed, entries, window)
+        if target is not part:
+            scores.round_rows(device, target.out, part.out)
+
+
+def _dispatch(
+    device: Device, kernel: Kernel, part: _Problem, of_scores: scores.Scores, queries: int, listed: Region | None,
+    entries: int, window: tuple[int, ...],
+) -> None:  # fmt: skip
+    """One kernel over all rows of a part, in tiles of so many ``queries`` (of a packed batch: in its list of them)."""
+    for first, rows in _rows_at_once(device, part):
+        seen = part if rows == part.q.shape[2] else _of_rows(part, first, rows)
+        blocks = -(-rows // queries) if listed is None else entries
+        regions = of_scores.regions
+        for name, x in (("mask", seen.mask), ("bias", seen.bias), ("tiles", listed)):
+            if x is not None:
+                regions[name] = x
+        device.run(
+            kernel,
+            part.q.shape[0] * part.q.shape[1] * blocks,
+            (
+                blocks, first, rows, *scores.vectors(seen.q), *scores.vectors(seen.k), *scores.vectors(seen.v),
+                *scores.vectors(seen.out), *seen.lse.strides[:2], *window, *of_scores.parameters,
+            ),
+            q=seen.q, k=seen.k, v=seen.v, out=seen.out, lse=seen.lse, **regions,
+        )  # fmt: skip
 
 
 def _most_keys(problem: _Problem, flags: Flags, packing: _Packing | None, rows: int) -> int:
@@ -133,7 +152,7 @@ def _pieces(device: Device, problem: _Problem) -> Iterator[_Problem]:
         return
     for b in range(batch):
         for key_head in range(key_heads):
-            k, v = (scores.bindable(device, x.narrow(0, b, 1).narrow(1, key_head, 1)) for x in (problem.k, problem.v))
+            k, v = (x.narrow(0, b, 1).narrow(1, key_head, 1) for x in (problem.k, problem.v))
             for head in range(key_head * heads // key_heads, (key_head + 1) * heads // key_heads):
                 q, out, lse = (x.narrow(0, b, 1).narrow(1, head, 1) for x in (problem.q, problem.out, problem.lse))
                 mask, bias = (

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from headwise.backends.webgpu.runtime import Device
+from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region
 
 _FORMATS = {torch.float32: "f", torch.float16: "e", torch.int32: "i"}
@@ -47,6 +48,31 @@ def copied(device: Device, x: Region, columns: int | None = None) -> Region:
     y = device.empty(x.shape if columns is None else (*x.shape[:-1], columns), x.dtype)
     copy_into(device, x, y)
     return y
+
+
+def added(device: Device, a: Region, b: Region) -> Region:
+    """The sum of two contiguous tensors of one shape that begin at whole vectors."""
+    y = device.empty(a.shape, a.dtype)
+    kernel = device.kernel("add", dtype=DTYPES[a.dtype])
+    most = (device.capabilities.binding_bytes - 512) // y.itemsize // 4 * 4
+    for start in range(0, y.numel, most):
+        count = min(most, y.numel - start)
+        parts = [r.with_shape((y.numel,)).narrow(0, start, count) for r in (a, b, y)]
+        vectors = -(-count // 4)
+        device.run(kernel, -(-vectors // 256), (vectors,), a=parts[0], b=parts[1], y=parts[2])
+    return y
+
+
+def round_rows(device: Device, x: Region, y: Region) -> None:
+    """Round dense x ``(rows, columns)``, float32, into y, whose rows begin at whole vectors."""
+    length, columns = x.shape[0], x.shape[1] // 4
+    kernel = device.kernel("round_rows", dtype=DTYPES[y.dtype])
+    most = max(1, (device.capabilities.binding_bytes - 512) // max(y.strides[0] * y.itemsize, 16 * columns))
+    for first in range(0, length, most):
+        rows = min(most, length - first)
+        parameters = (rows, columns, y.strides[0] // 4)
+        source, target = (r.narrow(0, first, rows) for r in (x, y))
+        device.run(kernel, -(-rows * columns // 256), parameters, x=source, y=target)
 
 
 def copy_flat(device: Device, x: Region, y: Region) -> None:

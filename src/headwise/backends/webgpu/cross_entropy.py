@@ -15,8 +15,9 @@ from headwise.backends.webgpu.storage import Region
 # Rows of a workgroup that has each to itself: the next one is read while one is written. Fewer of them fill a GPU evenly.
 MOST_TURNS = 8
 ENOUGH_GROUPS = 1024
-# bfloat16 is bound by instructions rather than memory. Up to so many classes, many small workgroups that read most of a row
-# twice, the second time from the cache, wait less than few that hold it in registers; longer rows would not stay there.
+# 16 bits are bound by instructions rather than memory. Up to so many classes, many small workgroups that read most of a row
+# twice, the second time from the cache, wait less than few that hold it in registers; longer rows would not stay there. So
+# many need not take turns, either.
 WALKED_BY_FEW = 65536
 _FEW = rows.Tile(256, 256, 8, True)
 
@@ -100,20 +101,20 @@ def _launch(
     for first, length in rows.pieces(device, x, *(() if y is None else (y,))):
         groups = _groups(length, at.tile)
         rows.run_piece(
-            device, "cross_entropy", at, first, length, groups, (groups, *parameters), variant, {"logits": x}, "dlogits", y,
-            sides,
+            device, "cross_entropy", at, first, length, groups, (groups, *parameters),
+            variant | {"turns": groups * at.tile.rows < length}, {"logits": x}, "dlogits", y, sides,
         )  # fmt: skip
 
 
 def _tile(device: Device, width: int, dtype: torch.dtype) -> rows.Tile:
     tile = rows.tile(device, width, rows.softmax_words(dtype))
-    if dtype == torch.bfloat16 and tile.lanes > rows.THREADS and width <= WALKED_BY_FEW:
+    if dtype.itemsize == 2 and tile.lanes > rows.THREADS and width <= WALKED_BY_FEW:
         return _FEW
     return tile
 
 
 def _groups(count: int, tile: rows.Tile) -> int:
     """Workgroups: of several rows each where a row has all threads, as long as there are many workgroups."""
-    if tile.rows > 1:
+    if tile.rows > 1 or tile == _FEW:
         return -(-count // tile.rows)
     return -(-count // max(1, min(MOST_TURNS, count // ENOUGH_GROUPS)))

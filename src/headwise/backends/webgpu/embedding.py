@@ -1,4 +1,6 @@
-"""Embedding on WebGPU: a gather, and a sum over sorted ids in a fixed order (``wgsl/embedding*.wgsl``)."""
+"""Embedding on WebGPU: a gather, and a sum over sorted ids in a fixed order (``wgsl/embedding*.wgsl``).
+
+Where not all ids, or four columns of their gradients, can be bound at once, parts of them are summed one after the other."""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def embedding_forward(device: Device, ids: Region, weight: Region) -> Region:
     unit = 4 * words // table.itemsize or 1  # elements that the kernel counts as one
     kernel = device.kernel("embedding", ids=DTYPES[ids.dtype], width=words)
     table_pieces = rows.pieces(device, table)
-    for place, places in rows.pieces(device, flat):
+    for place, places in rows.pieces(device, flat, flat_ids.with_shape((count, 1))):
         target = rows.part(flat, place, places)
         elements = places * width // unit
         items = elements if words else -(-elements // 2)
@@ -71,27 +73,55 @@ def _as_words(x: Region) -> Region:
 def embedding_backward(device: Device, grad: Region, ids: Region, num_embeddings: int, padding: int) -> Region:
     width = grad.shape[-1]
     padded = -(-width // 4) * 4
-    dweight = copies.full(device, (num_embeddings, padded), 0.0, grad.dtype)
     count = ids.numel
-    if count > 0 and dweight.numel > 0:
-        g = rows.as_rows(device, grad)
-        if not rows.are_aligned(g):
-            g = copies.copied(device, g, padded)
-        flat_ids = copies.contiguous(device, ids).with_shape((count,))
-        keys, places = _sorted(device, flat_ids, num_embeddings, padding)
-        # A kernel reads the gradient anywhere: where one binding does not hold it, bands of columns are copied.
-        size = count * padded * g.itemsize
-        room = device.capabilities.binding_bytes - 512
-        band = padded if g.storage.size <= room + 512 else max(4, padded // -(-size // room) // 4 * 4)
-        for first in range(0, padded, band):
-            columns = min(band, padded - first)
-            part = g if columns == padded else copies.copied(device, g.narrow(1, first, columns))
-            _sum(device, keys, places, part, dweight.narrow(1, first, columns))
+    if count == 0 or num_embeddings * width == 0:
+        return copies.full(device, (num_embeddings, width), 0.0, grad.dtype)
+    g = rows.as_rows(device, grad)
+    if not rows.are_aligned(g):
+        g = copies.copied(device, g, padded)
+    flat_ids = copies.contiguous(device, ids).with_shape((count,))
+    at_once = (device.capabilities.binding_bytes - 512) // max(ids.itemsize, 4 * g.itemsize)
+    if count <= at_once:
+        dweight = _gradient(device, flat_ids, g, num_embeddings, padding, g.dtype)
+    else:
+        dweight = _gradient_in_parts(device, flat_ids, g, num_embeddings, padding, at_once)
     if padded == width:
         return dweight
     result = device.empty((num_embeddings, width), grad.dtype)
     copies.copy_into(device, dweight, result)
     return result
+
+
+def _gradient(device: Device, ids: Region, g: Region, classes: int, padding: int, dtype: torch.dtype) -> Region:
+    count, padded = g.shape
+    dweight = copies.full(device, (classes, padded), 0.0, dtype)
+    keys, places = _sorted(device, ids, classes, padding)
+    # A kernel reads the gradient anywhere: where one binding does not hold it, bands of columns are copied.
+    size = count * padded * g.itemsize
+    room = device.capabilities.binding_bytes - 512
+    band = padded if g.storage.size <= room + 512 else max(4, padded // -(-size // room) // 4 * 4)
+    for first in range(0, padded, band):
+        columns = min(band, padded - first)
+        part = g.narrow(1, first, columns)
+        if columns < padded or (g.storage.size > room + 512 and g.strides[0] != padded):
+            part = copies.copied(device, part)
+        _sum(device, keys, places, part, dweight.narrow(1, first, columns))
+    return dweight
+
+
+def _gradient_in_parts(device: Device, ids: Region, g: Region, classes: int, padding: int, at_once: int) -> Region:
+    """`_gradient` of so many ids after the other; sums of 16 bits are rounded once, in the end."""
+    total = None
+    for first in range(0, g.shape[0], at_once):
+        here = min(at_once, g.shape[0] - first)
+        part = _gradient(device, ids.narrow(0, first, here), g.narrow(0, first, here), classes, padding, torch.float32)
+        total = part if total is None else copies.added(device, total, part)
+    assert total is not None
+    if g.dtype == torch.float32:
+        return total
+    dweight = device.empty(total.shape, g.dtype)
+    copies.round_rows(device, total, dweight)
+    return dweight
 
 
 def _sorted(device: Device, ids: Region, classes: int, padding: int) -> tuple[Region, Region]:
@@ -130,7 +160,7 @@ def _sum(device: Device, keys: Region, places: Region, g: Region, dweight: Regio
         parameters = (
             count, chunks, vectors, g.strides[0] // 4, dweight.strides[0] // 4, classes, first, here,
         )  # fmt: skip
-        variant = {"dtype": DTYPES[g.dtype], "chunk": CHUNK, "lanes": lanes}
+        variant = {"dtype": DTYPES[g.dtype], "to": DTYPES[dweight.dtype], "chunk": CHUNK, "lanes": lanes}
         device.run(
             device.kernel("embedding_sum", step="chunks", **variant), groups, parameters, keys=keys, places=places, g=g,
             dweight=piece, parts=parts,

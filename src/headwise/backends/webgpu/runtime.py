@@ -21,7 +21,7 @@ import wgpu
 
 from headwise.backends.webgpu import adapter as adapters
 from headwise.backends.webgpu import passes, shaders
-from headwise.backends.webgpu.storage import Pool, Region, Storage, contiguous_strides
+from headwise.backends.webgpu.storage import OutOfMemory, Pool, Region, Storage, contiguous_strides
 
 # Dispatches recorded before the GPU is given them: few enough that it does not wait for the host, many enough that
 # submitting costs little each.
@@ -97,15 +97,23 @@ class Device:
         self.trace: Trace | None = None
         self.plans: dict[Any, Any] = {}  # how to do a call again: see replay.py
         self.prepared: dict[Any, list[Prepared]] = {}  # what such a call dispatches, by what it binds
-        if given is None and self.capabilities.tier >= "C":
-            self.capabilities = self._with_subgroups_tried(self.capabilities)
+        if given is None:
+            if self.capabilities.tier >= "C":
+                self.capabilities = self._with_subgroups_tried(self.capabilities)
+            self.capabilities = self.capabilities._replace(native_half=self._rounds_halves())
+            self.counts = Counts()
+
+    def _rounds_halves(self) -> bool:
+        """Does the driver's own packing of float16 round to nearest even, as no specification asks of it?"""
+        wrong = self.empty((1,), torch.int32)
+        self.run(self.kernel("half_probe"), 1, (), result=wrong)
+        return self.read(wrong).item() == 0
 
     def _with_subgroups_tried(self, capabilities: adapters.Capabilities) -> adapters.Capabilities:
         """Some drivers report no true size of a subgroup, and none promises the order of its lanes: ask a kernel."""
         result = self.empty((2,), torch.int32)
         self.run(self.kernel("subgroup_probe"), 1, (), result=result)
         size, out_of_order = self.read(result).tolist()
-        self.counts = Counts()
         if out_of_order or size < 4:
             return capabilities._replace(tier="B", subgroup_size=0)
         # Some compilers choose a width kernel by kernel: what counts is the smallest that the vendor's may choose.
@@ -120,7 +128,7 @@ class Device:
         key = (name, *variant.items())
         found = self._kernels.get(key)
         if found is None:
-            source = shaders.render(name, dialect=self.dialect, **variant)
+            source = shaders.render(name, dialect=self.dialect, native_half=self.capabilities.native_half, **variant)
             found = self._compiled.get(source.text) or self._compile(name, source)
             self._kernels[key] = self._compiled[source.text] = found
         return found
@@ -167,7 +175,7 @@ class Device:
         bound, starts, storages = [], [], []
         for buffer in source.buffers:
             region = regions[buffer.name]
-            binding, start = self._binding(region, buffer)
+            binding, start = self._binding(source.name, region, buffer)
             bound.append(binding)
             starts.append(start)
             storages.append(region.storage)
@@ -212,7 +220,7 @@ class Device:
                 self.flush()
         self.counts.dispatches += len(dispatches)
 
-    def _binding(self, region: Region, buffer: shaders.Buffer) -> tuple[tuple[Any, int, int], int]:
+    def _binding(self, name: str, region: Region, buffer: shaders.Buffer) -> tuple[tuple[Any, int, int], int]:
         """What to bind, as (buffer, offset, size), and where in it the region begins, in items of the shader's array."""
         storage, itemsize = region.storage, region.dtype.itemsize
         first, size = 0, storage.size
@@ -221,9 +229,10 @@ class Device:
             first = low * itemsize // 256 * 256
             size = min(storage.size, -(-high * itemsize // 16) * 16) - first
             if size > self.capabilities.binding_bytes:
-                raise RuntimeError(
-                    f"{size} bytes of one tensor would have to be seen by a kernel at once; "
-                    f"{self.capabilities.name} binds at most {self.capabilities.binding_bytes}"
+                raise OutOfMemory(
+                    f"{name} would have to see {size} bytes of {buffer.name} at once; {self.capabilities.name} binds at "
+                    f"most {self.capabilities.binding_bytes}. Split the call (a shorter sequence or row, fewer ids), or "
+                    f"use backend='cpu'"
                 )
         start = region.offset - first // itemsize
         if start % buffer.unit:

@@ -130,6 +130,34 @@ def bindable(device: Device, x: Region) -> Region:
     return x
 
 
+def windows(device: Device, *tensors: Region) -> list[tuple[int, int]]:
+    """``(first, past)`` along dim 2 of tensors of one head, ``(1, 1, S, ·)``: all, or as many rows as a kernel may bind.
+
+    The rows of a window are to be made `bindable`."""
+    length = rows = tensors[0].shape[2]
+    for x in tensors:
+        if x.storage.size > device.capabilities.binding_bytes:
+            rows = min(rows, (device.capabilities.binding_bytes - 512) // (x.shape[3] * x.itemsize))
+    rows = max(rows, 1)
+    return [(first, min(first + rows, length)) for first in range(0, length, rows)] or [(0, length)]
+
+
+def window(device: Device, x: Region, first: int, past: int) -> Region:
+    """Rows of a tensor of one head, where a kernel can bind them."""
+    return bindable(device, x if past - first == x.shape[2] else x.narrow(2, first, past - first))
+
+
+def empty_sums(device: Device, result: Region) -> Region:
+    """Memory for sums that several dispatches make of the rows of a result: dense, and of float32."""
+    return device.empty((*result.shape[:3], -(-result.shape[3] // 4) * 4), torch.float32)
+
+
+def round_rows(device: Device, sums: Region, result: Region) -> None:
+    """Round the sums of one head, ``(1, 1, S, ·)``, into its result, whose rows are aligned."""
+    x, y = (r.with_shape(r.shape[2:], r.strides[2:]) for r in (sums, result))
+    copies.round_rows(device, x, y)
+
+
 def pieces(device: Device, batch: int, key_heads: int, *tensors: Region | None) -> list[tuple[int, int, int, int]]:
     """``(first batch entry, entries, first key head, key heads)`` to work on at once.
 

@@ -14,6 +14,9 @@ dtypes are "f32", "f16", "bf16", "u32", "i32", "i64" (read as i32), and bits wit
 no 16-bit floats that every device knows: they lie in words, two each, and one thread owns both halves when it writes (so
 the width of a 16-bit output is 2, 4 or 8). ``i`` counts vectors of the given width from where the tensor begins; with
 width 1 it counts elements.
+
+How numbers are rounded to float16 is one more variable, ``native_half``: by the driver's ``pack2x16float``, on devices that
+were found to round to nearest even with it, or by bits, which is right everywhere and ten times as long.
 """
 
 from __future__ import annotations
@@ -73,9 +76,9 @@ class Source:
             raise RuntimeError(f"{self.name}: parameters {tuple(parameters)}: {error}") from error
 
 
-def render(name: str, dialect: str = NAGA, **variant: Any) -> Source:
+def render(name: str, dialect: str = NAGA, native_half: bool = False, **variant: Any) -> Source:
     """The WGSL of kernel family ``name``, the file ``wgsl/<name>.wgsl``, in one variant."""
-    declarations = _Declarations()
+    declarations = _Declarations(native_half)
     body = (
         _environment()
         .get_template(f"{name}.wgsl")
@@ -104,10 +107,11 @@ def _environment() -> jinja2.Environment:
 class _Declarations:
     """What one template binds, numbered in the order it says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, native_half: bool) -> None:
         self.buffers: list[Buffer] = []
         self.fields: dict[str, str] = {}
         self._helpers: set[str] = set()
+        self._texts = _HELPERS | _NATIVE_HALF if native_half else _HELPERS
 
     def input(self, name: str, dtype: str, width: int = 1) -> str:
         return self._declare(name, dtype, width, written=False)
@@ -138,7 +142,7 @@ class _Declarations:
         for helper in _helpers_of(dtype, written):
             if helper not in self._helpers:
                 self._helpers.add(helper)
-                lines.append(_HELPERS[helper])
+                lines.append(self._texts[helper])
         lines.append(f"fn load_{name}(i: u32) -> {value} {{ let at = params.{name}_start + i; return {unpacked}; }}")
         if written:
             if packed is None:
@@ -186,7 +190,7 @@ def _helpers_of(dtype: str, written: bool) -> tuple[str, ...]:
 
 _HELPERS = {
     "unpack_f16": "fn unpack_f16(word: u32) -> vec2<f32> { return unpack2x16float(word); }",
-    # Rounding of pack2x16float is the driver's choice, and values too large for it are anybody's: this rounds to
+    # WGSL leaves the rounding of pack2x16float to the driver, and values too large for it to anybody: this rounds to
     # nearest even, keeps NaN and gives infinity beyond 65504, on every device.
     "pack_f16": """fn half_bits(x: f32) -> u32 {
     let bits = bitcast<u32>(x);
@@ -226,3 +230,5 @@ fn pack_bf16(value: vec2<f32>) -> u32 { return (brain_bits(value.x) >> 16u) | (b
     "widen_i32": "fn widen_i32(value: i32) -> vec2<u32> "
     "{ return vec2<u32>(bitcast<u32>(value), bitcast<u32>(value >> 31u)); }",
 }
+
+_NATIVE_HALF = {"pack_f16": "fn pack_f16(value: vec2<f32>) -> u32 { return pack2x16float(value); }"}

@@ -20,7 +20,15 @@
 // lose a digit.
 //
 {% endif %}
-// variables: variant (see scores.wgsl), side, dtype, first (vectors of a row of q, k), second (of v, dO), rows, lanes,
+{% if windowed %}
+// Heads that are larger than a binding come in windows, one dispatch for each pair of them: own rows and their results, mask
+// and bias begin at window_first, streamed rows, and the other dim of mask and bias, at streamed_first. The sums of earlier
+// windows of streamed rows, and of query heads of the group, are read again (`resumes`) and go on as a chain does; the last
+// dispatch `finishes` them.
+//
+{% endif %}
+// variables: windowed (bool); to, the dtype of the results (float32 where they go to memory on their way);
+//            variant (see scores.wgsl), side, dtype, first (vectors of a row of q, k), second (of v, dO), rows, lanes,
 //            threads, tile (streamed rows in workgroup memory), chunk, subgroups (bool), chain (rows after which sums go to
 //            memory, a tile and more, or 0),
 //            want_first, want_second (side "keys": dk, dv)
@@ -55,16 +63,16 @@
 {{ input("tiles", "i32", 1) }}
 {% endif %}
 {% if result_first %}
-{{ output(result_first, dtype, 4) }}
+{{ output(result_first, to, 4) }}
 {% endif %}
 {% if result_second %}
-{{ output(result_second, dtype, 4) }}
+{{ output(result_second, to, 4) }}
 {% endif %}
 {% set strides = ["q_b: u32, q_h: u32, q_s: u32, k_b: u32, k_h: u32, k_s: u32, v_b: u32, v_h: u32, v_s: u32, grad_b: u32, grad_h: u32, grad_s: u32"] %}
 {% for name in (result_first, result_second) if name %}
 {% do strides.append("%s_b: u32, %s_h: u32, %s_s: u32" % (name, name, name)) %}
 {% endfor %}
-{{ params("tile_count: u32, window_first: i32, window_past: i32, stats_first: u32, length_first: u32, " ~ strides | join(", ") ~ ", " ~ scores.fields(variant)) }}
+{{ params("tile_count: u32, window_first: i32, window_past: i32, stats_first: u32, length_first: u32, " ~ ("streamed_first: i32, streamed_past: i32, resumes: u32, finishes: u32, " if windowed else "") ~ strides | join(", ") ~ ", " ~ scores.fields(variant)) }}
 {% if variant.lengths %}
 // The lengths lie before the rows' numbers.
 fn load_aux(batch: u32) -> u32 { return load_stats(params.length_first + batch).x; }
@@ -280,10 +288,28 @@ subgroupShuffle({{ name }}_{{ kk % slots }}, lanes_first + {{ state.lane }}u)
 {% if chain %}
                 if (has_kept) { {{ sum }}_{{ n }} += load_{{ name }}({{ name }}_at + {{ n * lanes }}u); }
 {% endif %}
+{% if windowed %}
+                if (params.finishes == 0u) {
+                    store_{{ name }}({{ name }}_at + {{ n * lanes }}u, {{ sum }}_{{ n }});
+                } else {
+                    store_{{ name }}({{ name }}_at + {{ n * lanes }}u, finished({{ sum }}_{{ n }}{{ factor }}, none, bad));
+                }
+{% else %}
                 store_{{ name }}({{ name }}_at + {{ n * lanes }}u, finished({{ sum }}_{{ n }}{{ factor }}, none, bad));
+{% endif %}
             }
 {% endfor %}
 {% endmacro %}
+{# Streamed rows that an own row sees, of those that are bound. #}
+{% macro visible(row) -%}
+{% set range = "visible_keys(%s + offset, keys)" % row if queries else "visible_queries(%s, queries, keys)" % row %}
+{{ "within(%s, streamed_window)" % range if windowed else range }}
+{%- endmacro %}
+{% if windowed %}
+fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
+    return vec2<i32>(max(range.x, window.x), max(min(range.y, window.y), 0));
+}
+{% endif %}
 fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
     let value = select(sum, vec4<f32>(), none);
     return select(value, vec4<f32>(not_a_number()), bad);
@@ -333,16 +359,19 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 
     // Streamed rows [start, past) are seen by some own row; all own rows see those in [whole, whole_past).
     let own_last = min(own_first + {{ own_tile }}, {{ "queries" if queries else "keys" }}) - 1;
+{% if windowed %}
+    let streamed_window = vec2<i32>(params.streamed_first, params.streamed_past) - i32(streamed_start);
+{% endif %}
 {% if queries %}
-    let seen_by_first = visible_keys(own_first + offset, keys);
-    let seen_by_last = visible_keys(own_last + offset, keys);
+    let seen_by_first = {{ visible("own_first") }};
+    let seen_by_last = {{ visible("own_last") }};
     let start = seen_by_first.x;
     let past = seen_by_last.y;
     let whole = seen_by_last.x;
     let whole_past = seen_by_first.y;
 {% else %}
-    let seeing_first = visible_queries(own_first, queries, keys);
-    let seeing_last = visible_queries(own_last, queries, keys);
+    let seeing_first = {{ visible("own_first") }};
+    let seeing_last = {{ visible("own_last") }};
     let start = seeing_first.x;
     let past = select(0, seeing_last.y, own_last >= own_first);
     let whole = seeing_last.x;
@@ -358,11 +387,18 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {% endfor %}
 {% endif %}
 
-    let {{ own[0] }}_base = batch * params.{{ own[0] }}_b + own_head * params.{{ own[0] }}_h + own_start * params.{{ own[0] }}_s;
-    let {{ own[1] }}_base = batch * params.{{ own[1] }}_b + own_head * params.{{ own[1] }}_h + own_start * params.{{ own[1] }}_s;
+{# Of what is bound; they may be below 0, and wrap. #}
+{% set own_bound = "(own_start - u32(params.window_first))" if windowed else "own_start" %}
+{% set streamed_bound = "(streamed_start - u32(params.streamed_first))" if windowed else "streamed_start" %}
+    let {{ own[0] }}_base = batch * params.{{ own[0] }}_b + own_head * params.{{ own[0] }}_h + {{ own_bound }} * params.{{ own[0] }}_s;
+    let {{ own[1] }}_base = batch * params.{{ own[1] }}_b + own_head * params.{{ own[1] }}_h + {{ own_bound }} * params.{{ own[1] }}_s;
     let own_exists = max({{ "queries" if queries else "keys" }}, 1) - 1;
 {% for i in range(rows) %}
+{% if windowed %}
+    let own_row{{ i }} = u32(clamp(own_first + i32(group * {{ rows }}u) + {{ i }}, max(window_first, 0), window_past - 1));
+{% else %}
     let own_row{{ i }} = u32(min(own_first + i32(group * {{ rows }}u) + {{ i }}, own_exists));
+{% endif %}
 {% endfor %}
 {{ load_own("mine", own[0], first, first_each) }}
 {% if need_second %}
@@ -382,7 +418,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {% endfor %}
 {% if chain %}
     var chained = 0; // rows that are in the sums
-    var has_kept = false;
+    var has_kept = {{ "params.resumes != 0u" if windowed else "false" }};
 {% endif %}
 
     // The own row whose scores this lane computes, what it may see, and from which streamed row of a chunk on.
@@ -391,11 +427,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     let my_row_seen = u32(my_row - window_first); // by mask and bias
     let my_row_outside = my_row < window_first || my_row >= window_past;
 {% endif %}
-{% if queries %}
-    let my_range = visible_keys(my_row + offset, keys);
-{% else %}
-    let my_range = visible_queries(my_row, queries, keys);
-{% endif %}
+    let my_range = {{ visible("my_row") }};
 {% if spread > 1 %}
     var slot_first = 0;
 {% set state = namespace(step=rows, half=chunk // 2) %}
@@ -422,8 +454,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     let streamed_head = head;
     let stats_base = params.stats_first + (batch * params.heads + head) * params.q_length + streamed_start;
 {% endif %}
-    let {{ streamed[0] }}_base = batch * params.{{ streamed[0] }}_b + streamed_head * params.{{ streamed[0] }}_h + streamed_start * params.{{ streamed[0] }}_s;
-    let {{ streamed[1] }}_base = batch * params.{{ streamed[1] }}_b + streamed_head * params.{{ streamed[1] }}_h + streamed_start * params.{{ streamed[1] }}_s;
+    let {{ streamed[0] }}_base = batch * params.{{ streamed[0] }}_b + streamed_head * params.{{ streamed[0] }}_h + {{ streamed_bound }} * params.{{ streamed[0] }}_s;
+    let {{ streamed[1] }}_base = batch * params.{{ streamed[1] }}_b + streamed_head * params.{{ streamed[1] }}_h + {{ streamed_bound }} * params.{{ streamed[1] }}_s;
 {% if chain %}
     for (var chain_first = start; chain_first < past; chain_first += {{ chain }}) {
     let chain_past = min(past, chain_first + {{ chain }});
@@ -510,7 +542,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {% set delta = "delta" if queries else "pair%d.y" % m %}
             let capped{{ m }} = logit_of(s_{{ m }});
 {% if may_hide %}
-            let other_row{{ m }} = u32(chunk_first + slot_first + {{ m }});
+            let other_row{{ m }} = u32(chunk_first + slot_first + {{ m }}{{ " - params.streamed_first" if windowed }});
 {% set query, key = ("my_row_seen", "other_row%d" % m) if queries else ("other_row%d" % m, "my_row_seen") %}
 {% endif %}
 {% if variant.bias %}

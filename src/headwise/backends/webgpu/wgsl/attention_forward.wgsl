@@ -17,7 +17,13 @@
 // themselves, after every {{ chain // keys * keys }} keys, and begin anew in registers: the error stays that of so many keys.
 //
 {% endif %}
-// variables: dtype; variant (scores.py); q_vectors, v_vectors: D and Dv in vectors of four; subgroups (bool);
+{% if windowed %}
+// A key head that is larger than a binding comes in windows of keys, one dispatch each: k and v begin at key_first. What
+// earlier windows gave a row, out and lse, is read again (`resumes`) and goes on as a chain does.
+//
+{% endif %}
+// variables: dtype; to, the dtype of out (float32 where it goes to memory on its way); windowed (bool);
+//            variant (scores.py); q_vectors, v_vectors: D and Dv in vectors of four; subgroups (bool);
 //            chain: keys after which sums go to memory (a tile and more), 0 for never;
 //            rows, lanes, threads, keys, unroll: a `Tile` (tiles.py). rows <= lanes, all powers of two;
 //            unroll, the keys that are worked on at once, divides keys.
@@ -41,9 +47,9 @@
 {% if variant.packed %}
 {{ input("tiles", "i32", 1) }}
 {% endif %}
-{{ output("out", dtype, 4) }}
+{{ output("out", to, 4) }}
 {{ output("lse", "f32", 1) }}
-{{ params("blocks: u32, first_row: u32, rows: u32, q_b: u32, q_h: u32, q_s: u32, k_b: u32, k_h: u32, k_s: u32, v_b: u32, v_h: u32, v_s: u32, out_b: u32, out_h: u32, out_s: u32, lse_b: u32, lse_h: u32, " ~ scores.fields(variant)) }}
+{{ params("blocks: u32, first_row: u32, rows: u32, q_b: u32, q_h: u32, q_s: u32, k_b: u32, k_h: u32, k_s: u32, v_b: u32, v_h: u32, v_s: u32, out_b: u32, out_h: u32, out_s: u32, lse_b: u32, lse_h: u32, " ~ ("key_first: i32, key_past: i32, resumes: u32, " if windowed else "") ~ scores.fields(variant)) }}
 {{ scores.functions(variant) }}
 {{ scores.logits(variant) }}
 // How far a row's maximum may rise above the reference of its weights before they are brought down.
@@ -187,6 +193,10 @@ fn shown(logit: f32, seen: vec2<i32>, batch: u32, head: u32, row: u32, key: i32)
 {% macro told(name, i) -%}
 {{ name if i == 0 else ("subgroupShuffleXor(%s, %du)" % (name, i) if subgroups else "factors[thread ^ %du]" % i) }}
 {%- endmacro %}
+{# Keys that a row at `position` sees, of those that are bound. #}
+{% macro visible(position) -%}
+{{ "within(visible_keys(%s, keys), window)" % position if windowed else "visible_keys(%s, keys)" % position }}
+{%- endmacro %}
 {# Sums so far, with those that memory holds of earlier chains, to memory. #}
 {% macro keep(has_kept) %}
         let kept_shrink = exp2((kept_reference - reference){{ to_powers }});
@@ -221,6 +231,12 @@ fn shown(logit: f32, seen: vec2<i32>, batch: u32, head: u32, row: u32, key: i32)
 {% macro in_pairs(name, first, count, operation) -%}
 {% if count == 1 %}{{ name }}{{ first }}{% else %}{{ operation[0] }}{{ in_pairs(name, first, count // 2, operation) }}{{ operation[1] }}{{ in_pairs(name, first + count // 2, count - count // 2, operation) }}){% endif %}
 {%- endmacro %}
+{% if windowed %}
+fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
+    return vec2<i32>(max(range.x, window.x), max(min(range.y, window.y), 0));
+}
+
+{% endif %}
 @compute @workgroup_size({{ threads }})
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) thread: u32) {
@@ -253,8 +269,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 
     // Keys [first, past) are seen by some row of this workgroup, those in [whole_first, whole_past) by all.
     let offset = keys - queries;
-    let of_top = visible_keys(first_query + offset, keys);
-    let of_bottom = visible_keys(min(first_query + {{ threads // lanes * rows }}, queries) - 1 + offset, keys);
+{% if windowed %}
+    let window = vec2<i32>(params.key_first, params.key_past) - i32(first_key_token);
+{% endif %}
+    let of_top = {{ visible("first_query + offset") }};
+    let of_bottom = {{ visible("min(first_query + %d, queries) - 1 + offset" % (threads // lanes * rows)) }};
     let first = of_top.x;
     let past = of_bottom.y;
     let last_key = max(past, 1) - 1;
@@ -269,11 +288,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     // Rows that this call has memory for: a tensor that is larger than a binding is worked on in pieces.
     let row = u32(first_token + query) - params.first_row;
     let inside = query < queries && row < params.rows;
-    let seen = select(vec2<i32>(0), visible_keys(query + offset, keys), inside);
+    let seen = select(vec2<i32>(0), {{ visible("query + offset") }}, inside);
 
     let q_base = batch * params.q_b + head * params.q_h;
-    let k_base = batch * params.k_b + key_head * params.k_h + first_key_token * params.k_s;
-    let v_base = batch * params.v_b + key_head * params.v_h + first_key_token * params.v_s;
+{% set first_bound = "(first_key_token - u32(params.key_first))" if windowed else "first_key_token" %}{# may wrap #}
+    let k_base = batch * params.k_b + key_head * params.k_h + {{ first_bound }} * params.k_s;
+    let v_base = batch * params.v_b + key_head * params.v_h + {{ first_bound }} * params.v_s;
 {% for i in range(rows) %}
     let row{{ i }} = u32(first_token + team_query + i32(own ^ {{ i }}u)) - params.first_row;
     let inside{{ i }} = team_query + i32(own ^ {{ i }}u) < queries && row{{ i }} < params.rows;
@@ -297,13 +317,24 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var kept_total = 0.0;
     var kept_reference = {{ first_reference }};
 {% endif %}
+{% if windowed %}
+    let resumes = params.resumes != 0u;
+    if (resumes && inside) {
+        let kept_lse = load_lse(batch * params.lse_b + head * params.lse_h + row);
+        if (bitcast<u32>(kept_lse) != 0xff800000u) {
+            kept_total = 1.0;
+            kept_reference = kept_lse{{ "" if variant.bias else " * LOG2E" }};
+            reference = kept_reference;
+        }
+    }
+{% endif %}
 
 {{ places() }}
     let out_base = batch * params.out_b + head * params.out_h;
 {% if chain %}
     for (var chain_first = first; chain_first < past; chain_first += {{ chain }}) {
     if (chain_first > first) {
-{{ keep("chain_first > first + %d" % chain) }}
+{{ keep("%schain_first > first + %d" % ("resumes || " if windowed else "", chain)) }}
     }
     let chain_past = min(past, chain_first + {{ chain }});
 {% else %}
@@ -478,7 +509,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
 
 {% if chain %}
-    let has_kept = past - first > {{ chain }};
+    let has_kept = {{ "resumes || " if windowed }}past - first > {{ chain }};
     var kept_factor = exp2((kept_reference - reference){{ to_powers }});
     total = fma(kept_total, kept_factor, total);
 {% endif %}

@@ -10,12 +10,12 @@
 //
 // A row is read into registers whole, or walked: forwards for its statistics, the last part kept, then backwards for the
 // gradient, so that the second reading meets the cache. Nothing of the size of the logits is stored but the gradient. A
-// workgroup that has a row to itself takes several, `groups` apart, and the next one is on its way while the gradient of this
-// one is written. A row whose target is ignored is 0 throughout, and such a workgroup does not read it; a target out of range
+// workgroup that has a row to itself may take several in turn, `groups` apart: the next one is then on its way while the
+// gradient of this one is written. A row whose target is ignored is 0 throughout, and such a workgroup does not read it; a target out of range
 // makes its row NaN. How rows lie on threads: rows.wgsl.
 //
 // variables: targets (their dtype), forward, gradient (what is written), cap, smooth (is there a softcap, a label smoothing?),
-// and those of rows.wgsl
+// turns (does a workgroup that has a row to itself take several?), and those of rows.wgsl
 {% import "rows.wgsl" as rows with context %}
 {% set alone = lanes == threads %}{# a workgroup has a row to itself #}
 {{ rows.read("logits") }}
@@ -175,6 +175,7 @@ fn slope(logits: Raw, highest: f32, factor: f32, away: vec4<f32>) -> vec4<f32> {
 {% endmacro %}
 
 {% set begin = "0u" if forward else "(params.blocks - 1u) * %du" % held %}{# the part of a row that is worked on first #}
+{% set ahead = "next_row, " ~ begin if turns else "" %}
 {{ rows.entry() }}
 {% if alone %}
     let lane = thread;
@@ -192,8 +193,10 @@ fn slope(logits: Raw, highest: f32, factor: f32, away: vec4<f32>) -> vec4<f32> {
     }
     for (var row = first_row; row < params.rows; row += params.groups) {
         let words = target_words(row);
+{% if turns %}
         let next_row = row + params.groups;
         let goes_on = next_row < params.rows && !is_ignored(target_words(min(next_row, params.rows - 1u)));
+{% endif %}
         if (is_ignored(words)) {
 {% if forward %}
             if (thread == 0u) {
@@ -205,10 +208,10 @@ fn slope(logits: Raw, highest: f32, factor: f32, away: vec4<f32>) -> vec4<f32> {
             for (var chunk = 0u; chunk < params.blocks * {{ held }}u; chunk++) { write_dlogits(row, chunk, lane, vec4<f32>(0.0)); }
 {% endif %}
 {% for k in range(held) %}
-{{ rows.refill(["logits"], k, "next_row, " ~ begin) }}
+{{ rows.refill(["logits"], k, ahead) }}
 {% endfor %}
         } else {
-{{ work("next_row, " ~ begin) }}
+{{ work(ahead) }}
         }
     }
 {% else %}

@@ -10,13 +10,13 @@
 //          crosses chunks leaves a part in each: part 0 where it came from before, part 1 where it begins and goes on.
 // join     The chunk where such an id begins adds up its parts in order. One id throughout is so as parallel as many.
 //
-// variables: step, dtype, chunk, lanes (threads that share a chunk; a workgroup has 256 / lanes of them)
+// variables: step, dtype (of g), to (of dweight), chunk, lanes (threads that share a chunk; a workgroup has 256 / lanes of them)
 {{ input("keys", "u32", 1) }}
 {% if step == "chunks" %}
 {{ input("places", "u32", 1) }}
 {{ input("g", dtype, 4) }}
 {% endif %}
-{{ output("dweight", dtype, 4) }}
+{{ output("dweight", to, 4) }}
 {% if step == "chunks" %}
 {{ output("parts", "f32", 4) }}
 {% else %}

@@ -1,14 +1,17 @@
 // The loss of a batch from the losses of its rows, or the gradient of each row from that of the loss: one number either way.
 //
 //   targets  (N,)   rows whose target is `ignored` (64 bits, in two words) do not count in a mean
-//   x        (N,)   losses of the rows; or (1,), the gradient of the loss
+//   x        (N,)   losses of the rows; or (1,), the gradient of the loss, which is 1 if not `given`
 //   y        (1,)   sum of x, or x itself; divided by the number of rows that count, where `mean`
 //
 // One workgroup, in a fixed order: threads take every 256th row, four of them at once, and their sums meet in a tree.
 //
-// variables: targets, a dtype; mean; gradient
+// variables: targets, a dtype; mean; gradient; given
+{% set at_once = 4 %}
 {{ input("targets", "u64" if targets == "i64" else "i32", 1) }}
+{% if given %}
 {{ input("x", "f32", 1) }}
+{% endif %}
 {{ output("y", "f32", 1) }}
 {{ params("rows: u32, ignored_low: u32, ignored_high: u32") }}
 
@@ -29,9 +32,9 @@ fn main(@builtin(local_invocation_index) thread: u32) {
     var sum = 0.0;
     var count = 0u;
 {% if mean or not gradient %}
-    for (var first = thread; first < params.rows; first += 1024u) {
-        // All loads before the first use: four rows are on their way from memory at once.
-{% for k in range(4) %}
+    for (var first = thread; first < params.rows; first += {{ 256 * at_once }}u) {
+        // All loads before the first use: they are on their way from memory at once.
+{% for k in range(at_once) %}
         let there{{ k }} = first + {{ 256 * k }}u < params.rows;
         let row{{ k }} = select(first, first + {{ 256 * k }}u, there{{ k }});
 {% if not gradient %}
@@ -41,7 +44,7 @@ fn main(@builtin(local_invocation_index) thread: u32) {
         let counts{{ k }} = there{{ k }} && !is_ignored(row{{ k }});
 {% endif %}
 {% endfor %}
-{% for k in range(4) %}
+{% for k in range(at_once) %}
 {% if not gradient %}
         sum += select(0.0, x{{ k }}, there{{ k }});
 {% endif %}
@@ -62,6 +65,6 @@ fn main(@builtin(local_invocation_index) thread: u32) {
         workgroupBarrier();
     }
     if (thread == 0u) {
-        store_y(0u, {{ "load_x(0u)" if gradient else "sums[0]" }}{{ " / f32(max(counts[0], 1u))" if mean }});
+        store_y(0u, {{ "sums[0]" if not gradient else "load_x(0u)" if given else "1.0" }}{{ " / f32(max(counts[0], 1u))" if mean }});
     }
 }

@@ -278,10 +278,10 @@ fn row_softmax(mine: vec2<f32>, thread: u32) -> vec2<f32> {
   Highest value and total of exp(value - highest), as values come: Milakov and Gimelshein, "Online normalizer calculation
   for softmax", 2018. Differences first, then the power of two: the largest terms, which matter most, are the most exact.
 
-  bfloat16 spends more on instructions than on memory, so there a power takes one multiplication and addition. The product of
+  16 bits cost more instructions than memory, so there a power takes one multiplication and addition. The product of
   the highest value is rounded before it is subtracted: what the power of the highest value itself then is, beside 1, is
   divided out again (`unit`). Beyond a million neighbours are thousands apart, all powers but 1 vanish whatever the factor,
-  and one of 1 rounds nothing. Values that are not bfloat16 themselves (`exact`) are spared this.
+  and one of 1 rounds nothing. Values that are not 16 bits themselves (`exact`) are spared this.
 #}
 {% macro softmax(exact) %}
 const LOWEST = -3.4028234e38; // a maximum to start from that is finite, so that no difference is NaN
@@ -289,7 +289,7 @@ const LOG2E = 1.44269504;
 
 fn highest_of(values: vec4<f32>) -> f32 { return max(max(values.x, values.y), max(values.z, values.w)); }
 fn sum_of(values: vec4<f32>) -> f32 { return (values.x + values.y) + (values.z + values.w); }
-{% if dtype == "bf16" and not exact %}
+{% if dtype != "f32" and not exact %}
 fn factor_of(highest: f32) -> f32 { return select(1.0, LOG2E, abs(highest) < 1e6); }
 // exp(values - highest) / unit(highest)
 fn powers(values: vec4<f32>, highest: f32) -> vec4<f32> {

@@ -1,0 +1,196 @@
+"""Heads, ids and rows that are larger than a kernel may bind: worked on in windows, with the results of one piece.
+
+The binding is made so small that tensors of a test are larger: the same code as for heads of gigabytes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from webgpu_tint import compile_with_tint
+
+import headwise as hw
+from headwise.backends.webgpu import runtime, shaders
+from headwise.backends.webgpu.storage import OutOfMemory
+from headwise.config import settings
+
+BINDING = 16384
+CLOSE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # of the largest number
+
+
+class Rendered(list):
+    def __init__(self, device):
+        kernel = device.kernel
+
+        def noted(name, **variant):
+            self.append((name, variant))
+            return kernel(name, **variant)
+
+        device.kernel = noted
+
+    def windowed(self, name):
+        return [variant for found, variant in self if found == name and variant.get("windowed")]
+
+
+@pytest.fixture
+def rendered(monkeypatch):
+    """The device with a small binding; all kernels that calls ask it for."""
+    monkeypatch.setattr(settings, "webgpu_binding_bytes", BINDING)
+    runtime.forget()
+    yield Rendered(runtime.device())
+    monkeypatch.undo()
+    runtime.forget()
+
+
+def close(ours, expected):
+    assert torch.equal(ours.isnan(), expected.isnan())
+    assert torch.equal(ours.isinf(), expected.isinf())
+    finite = expected.isfinite()
+    largest = expected[finite].abs().max().item()
+    assert (ours.double() - expected)[finite].abs().max() <= CLOSE[ours.dtype] * largest
+
+
+def inputs(dtype, heads, key_heads, queries, keys, d, dv, inside=False, batch=1):
+    torch.manual_seed(queries + keys + d)
+    sizes = [(heads, queries, d), (key_heads, keys, d), (key_heads, keys, dv), (heads, queries, dv)]
+    if inside:
+        return [torch.randn(batch, s, h, n).to(dtype).transpose(1, 2) for h, s, n in sizes]
+    return [torch.randn(batch, h, s, n).to(dtype) for h, s, n in sizes]
+
+
+def with_gradients(call, tensors, grad, **given):
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    wanted = {name: x.detach().requires_grad_() for name, x in given.items() if name == "sink"}
+    out, lse = call(*leaves, **given | wanted)
+    loss = (out * grad).sum() + 0.5 * torch.where(lse.isfinite(), lse, 0.0).sum()
+    return out.detach(), lse.detach(), *torch.autograd.grad(loss, [*leaves, *wanted.values()])
+
+
+def check(dtype, tensors, **flags):
+    """Forward and backward against float64, and against themselves."""
+    *tensors, grad = tensors
+
+    def on(backend, dtype):
+        def call(q, k, v, **given):
+            return hw.attention(q, k, v, **flags | given, return_lse=True, backend=backend)
+
+        given = {n: x.to(dtype) for n, x in flags.items() if torch.is_tensor(x) and x.is_floating_point()}
+        return with_gradients(call, [x.to(dtype) for x in tensors], grad.to(dtype), **given)
+
+    ours, again, expected = on("webgpu", dtype), on("webgpu", dtype), on("cpu", torch.float64)
+    for one, same, truth in zip(ours, again, expected, strict=True):
+        assert torch.equal(one, same) or one.isnan().any()
+        close(one, truth)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+@DTYPES
+@pytest.mark.parametrize("inside", [False, True], ids=["heads outside", "heads inside"])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(17, 400), (400, 17), (300, 400)], ids=["many keys", "many queries", "many of both"]
+)
+def test_heads_larger_than_a_binding(rendered, queries, keys, inside, dtype):
+    """Grouped heads, causal: keys come in windows of the forward, and both sides in windows of the backward."""
+    check(dtype, inputs(dtype, 4, 2, queries, keys, 32, 36, inside), causal=True)
+    assert bool(rendered.windowed("attention_forward")) == (keys > 100)
+    sides = {variant["side"] for variant in rendered.windowed("attention_backward")}
+    assert sides == {"queries", "keys"}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"window": (60, 25), "softcap": 15.0},
+        {"sink": torch.tensor([1.0, -0.5]), "window": (50, 0)},
+        {"kv_lengths": torch.tensor([331, 0]), "causal": True, "sink": torch.tensor([0.3, 2.0])},
+        {"kv_lengths": torch.tensor([-1, 200])},
+    ],
+    ids=["window and cap", "sink and window", "lengths and sink", "a length that is nonsense"],
+)
+def test_flags_with_windows(rendered, flags):
+    check(torch.float32, inputs(torch.float32, 2, 1, 90, 400, 36, 32, batch=2 if "kv_lengths" in flags else 1), **flags)
+    assert rendered.windowed("attention_forward")
+    assert rendered.windowed("attention_backward")
+
+
+@DTYPES
+def test_masks_and_biases_with_windows(rendered, dtype):
+    mask = torch.rand(1, 1, 70, 400, generator=torch.Generator().manual_seed(1)) > 0.3
+    mask[:, :, 3] = False
+    mask[:, :, 5, :250] = False  # this row sees nothing of the first windows
+    bias = torch.randn(1, 2, 70, 400, generator=torch.Generator().manual_seed(2)).to(dtype)
+    bias[:, :, 7, 100:] = -torch.inf
+    check(dtype, inputs(dtype, 2, 1, 70, 400, 32, 32), mask=mask, bias=bias)
+    assert rendered.windowed("attention_backward")
+
+
+@DTYPES
+def test_packed_heads_larger_than_a_binding(rendered, dtype):
+    """Windows begin and end inside of sequences."""
+    torch.manual_seed(3)
+    cu = torch.tensor([0, 190, 190, 260, 403], dtype=torch.int32)
+    q, k, v, grad = (torch.randn(403, heads, 32).to(dtype) for heads in (2, 1, 1, 2))
+
+    def on(backend, dtype):
+        def call(q, k, v):
+            return hw.attention_varlen(q, k, v, cu, cu, 190, 190, causal=True, return_lse=True, backend=backend)
+
+        return with_gradients(call, [x.to(dtype) for x in (q, k, v)], grad.to(dtype))
+
+    for ours, expected in zip(on("webgpu", dtype), on("cpu", torch.float64), strict=True):
+        close(ours, expected)
+    assert rendered.windowed("attention_forward")
+    assert rendered.windowed("attention_backward")
+
+
+@DTYPES
+def test_decoding_over_a_head_larger_than_a_binding(rendered, dtype):
+    q, k, v, _ = inputs(dtype, 4, 2, 1, 600, 32, 32, batch=2)
+    lengths = torch.tensor([600, 413])
+    ours = hw.attention_decode(q, k, v, lengths, backend="webgpu")
+    close(ours, hw.attention_decode(q.double(), k.double(), v.double(), lengths, backend="cpu"))
+    assert k[0, 0].numel() * k.itemsize > BINDING
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [1, 12])
+def test_ids_larger_than_a_binding(rendered, width, dtype):
+    """In as many parts as it takes; gradients are rounded once."""
+    torch.manual_seed(4)
+    ids = torch.randint(0, 7, (BINDING // 8 + 300,))
+    ids[:2000] = 5  # one that every part has many of
+    weight, grad = torch.randn(7, width).to(dtype), torch.randn(len(ids), width).to(dtype)
+    assert torch.equal(hw.embedding(ids, weight, backend="webgpu"), weight[ids])
+    ours = hw.embedding_backward(grad, ids, 7, backend="webgpu")
+    expected = torch.zeros(7, width, dtype=torch.float64).index_add_(0, ids, grad.double())
+    close(ours, expected)
+    assert ("embedding_sum", "f32") in {(name, variant.get("to")) for name, variant in rendered}
+
+
+def test_what_is_refused_says_what_to_do(rendered):
+    with pytest.raises(
+        OutOfMemory, match=r"probs would have to see \d+ bytes of k .* binds at most 16384\. Split the call"
+    ):
+        hw.attention_probs(torch.randn(1, 1, 4, 64), torch.randn(1, 1, 400, 64), backend="webgpu")
+
+
+@pytest.mark.parametrize("tier", ["A", "C"])
+def test_windows_compile_under_tint(monkeypatch, tier, rendered):
+    device = runtime.device()
+    if tier == "A":
+        limits = {"tier": "A", "subgroup_size": 0, "workgroup_memory": 16384, "workgroup_threads": 256}
+        monkeypatch.setattr(device, "capabilities", device.capabilities._replace(**limits))
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = inputs(dtype, 2, 1, 70, 400, 36, 32)
+        mask = torch.ones(1, 1, 70, 400, dtype=torch.bool)
+        for flags in ({"causal": True}, {"mask": mask, "bias": torch.zeros(1, 1, 70, 400, dtype=dtype)}):
+            check(dtype, tensors, **flags)
+    seen = set()
+    for name, variant in rendered:
+        if variant.get("windowed") or name == "round_rows":
+            seen.add((name, variant.get("subgroups")))
+            compile_with_tint(shaders.render(name, dialect=shaders.TINT, **variant).text, floor=tier == "A")
+    assert {name for name, _ in seen} == {"attention_forward", "attention_backward", "round_rows"}
+    assert {subgroups for name, subgroups in seen if name != "round_rows"} == {tier == "C"}
