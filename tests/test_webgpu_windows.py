@@ -10,6 +10,7 @@ import torch
 from webgpu_tint import compile_with_tint
 
 import headwise as hw
+import headwise.webgpu
 from headwise.backends.webgpu import runtime, shaders
 from headwise.backends.webgpu.storage import OutOfMemory
 from headwise.config import settings
@@ -97,6 +98,39 @@ def test_heads_larger_than_a_binding(rendered, queries, keys, inside, dtype):
     assert bool(rendered.windowed("attention_forward")) == (keys > 100)
     sides = {variant["side"] for variant in rendered.windowed("attention_backward")}
     assert sides == {"queries", "keys"}
+
+
+@pytest.mark.parametrize("lowest", [-1e9, torch.finfo(torch.float32).min, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_huge_equal_logits_weigh_all_windows_alike(rendered, dtype, lowest):
+    """Beside such a number a float32 has no digits left for the logarithm of how many keys there were."""
+    q, k, v, _ = inputs(dtype, 1, 1, 8, 400, 32, 32)
+    bias = torch.zeros(1, 1, 8, 400)
+    bias[:, :, 2] = lowest
+    out = hw.attention(q, k, v, bias=bias, backend="webgpu")
+    assert rendered.windowed("attention_forward")
+    close(out[:, :, 2], v.double().mean(2))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_memory_of_windows_grows_with_their_number_and_not_with_its_square(rendered, packed):
+    """Heads lie inside, so that every window is copied; arrays keep all that a call has made until it ends."""
+    peaks = []
+    for length in (250, 1000):
+        runtime.forget()
+        device = runtime.device()
+        x = [hw.webgpu.array(torch.randn(length, 2, 32)) for _ in range(4)]
+        if packed:
+            offsets = hw.webgpu.array(torch.tensor([0, length], dtype=torch.int32))
+            given = (*x[:3], offsets, offsets, length, length)
+            out, lse = hw.attention_varlen(*given, return_lse=True)
+            hw.attention_varlen_backward(x[3], *x[:3], out, lse, offsets, offsets, length, length)
+        else:
+            q, k, v, grad = (y[None].transpose(1, 2) for y in x)
+            out, lse = hw.attention(q, k, v, return_lse=True)
+            hw.attention_backward(grad, q, k, v, out, lse)
+        peaks.append(device.pool.allocated / (length * 2 * 32 * 4))
+    assert peaks[1] < 1.3 * peaks[0]
 
 
 @pytest.mark.parametrize(

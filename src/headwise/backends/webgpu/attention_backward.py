@@ -189,16 +189,17 @@ def _run_in_windows(device: Device, problem: Problem, of_rows: _OfRows, dq: Regi
     q_windows = scores.windows(device, *(x.narrow(1, 0, 1) for x in (problem.q, problem.grad, of_rows.out, sums[0])))
     k_windows = scores.windows(device, k, v, *sums[1:])
     q_windows, k_windows = _with_room_for_scores(device, problem, q_windows, k_windows)
+    bindable = scores.Bindable(device)
     for single, rows in heads:
         for first, past in q_windows:
-            rows_of(device, *_rows_of_window(device, single, rows, first, past))
+            rows_of(device, *_rows_of_window(bindable, single, rows, first, past))
     shape = shape_of(device, QUERIES, heads[0][0])
     entries, count = own_tiles(device, QUERIES, heads[0][0], shape)
     for h, (single, _) in enumerate(heads):
         for own in q_windows:
             for past_windows, window in enumerate(k_windows):
                 streamed = Streamed(*window, past_windows > 0, past_windows == len(k_windows) - 1)
-                seen = _pair_of_windows(device, single, own, window)
+                seen = _pair_of_windows(bindable, single, own, window)
                 result = sums[0].narrow(1, h, 1)
                 run_side(device, QUERIES, seen, shape, entries, count, own, result, None, streamed)
     shape = shape_of(device, KEYS, heads[0][0])
@@ -208,7 +209,7 @@ def _run_in_windows(device: Device, problem: Problem, of_rows: _OfRows, dq: Regi
             for window in q_windows:
                 last = h == group - 1 and window == q_windows[-1]
                 streamed = Streamed(*window, h > 0 or window != q_windows[0], last)
-                seen = _pair_of_windows(device, single, window, own)
+                seen = _pair_of_windows(bindable, single, window, own)
                 for of_k, of_v in _together(problem, sums[1], sums[2]):
                     run_side(device, KEYS, seen, shape, entries, count, own, of_k, of_v, streamed)
     for total, result in zip(sums, (dq, dk, dv), strict=True):
@@ -242,22 +243,24 @@ def _single_head(problem: Problem, rows: _OfRows, head: int) -> tuple[Problem, _
 
 
 def _rows_of_window(
-    device: Device, single: Problem, rows: _OfRows, first: int, past: int
+    bindable: scores.Bindable, single: Problem, rows: _OfRows, first: int, past: int
 ) -> tuple[Problem, Region, Region, Region | None, Region | None]:
-    grad, out = (scores.window(device, x, first, past) for x in (single.grad, rows.out))
+    grad, out = (bindable.rows(x, first, past) for x in (single.grad, rows.out))
     lse, grad_lse = (None if x is None else x.narrow(2, first, past - first) for x in (rows.lse, rows.grad_lse))
     assert lse is not None
     return single._replace(grad=grad, stats_first=single.stats_first + first), out, lse, grad_lse, rows.kv_lengths
 
 
-def _pair_of_windows(device: Device, single: Problem, queries: tuple[int, int], keys: tuple[int, int]) -> Problem:
-    q, grad = (scores.window(device, x, *queries) for x in (single.q, single.grad))
-    k, v = (scores.window(device, x, *keys) for x in (single.k, single.v))
+def _pair_of_windows(
+    bindable: scores.Bindable, single: Problem, queries: tuple[int, int], keys: tuple[int, int]
+) -> Problem:
+    q, grad = (bindable.rows(x, *queries) for x in (single.q, single.grad))
+    k, v = (bindable.rows(x, *keys) for x in (single.k, single.v))
     regions = {}
     for name, x in single.scores.regions.items():
         for dim, (first, past) in ((2, queries), (3, keys)):
             x = x.narrow(dim, first, past - first) if x.shape[dim] > 1 else x
-        regions[name] = scores.bindable(device, x)
+        regions[name] = bindable(x)
     strides = tuple(0 if n == 1 else s for x in regions.values() for n, s in zip(x.shape, x.strides, strict=True))
     of_scores = single.scores._replace(parameters=(*single.scores.parameters[:9], *strides), regions=regions)
     return single._replace(q=q, k=k, v=v, grad=grad, scores=of_scores)

@@ -81,10 +81,11 @@ def _forward(device: Device, problem: _Problem, flags: Flags, packing: _Packing 
             device, packing.cu_q, packing.cu_k, queries, problem.k.shape[2], packing.max_q, packing.max_k, tile.queries
         )
     chain = tiles.chain(problem.q.dtype, _most_keys(problem, flags, packing, tile.queries))
+    bindable = scores.Bindable(device)
     for part in _pieces(device, problem):
         windows = [(0, part.k.shape[2])] if part is problem else scores.windows(device, part.k, part.v)
         # A row that several dispatches sum up lies in memory in between, and not in 16 bits.
-        target = part if len(windows) == 1 else part._replace(out=scores.empty_sums(device, part.out))
+        target = part if len(windows) == 1 else part._replace(out=scores.empty_sums(device, part.out, more=4))
         for first, past in windows:
             # A sink counts once, when all keys have.
             sink = part.sink if past == part.k.shape[2] else None
@@ -103,8 +104,8 @@ def _forward(device: Device, problem: _Problem, flags: Flags, packing: _Packing 
                 chain=chain if len(windows) == 1 else tiles.CHAIN,
                 **tile._asdict(),
             )
-            k, v = (scores.window(device, x, first, past) for x in (part.k, part.v))
-            window = () if len(windows) == 1 else (first, past, int(first > 0))
+            k, v = (bindable.rows(x, first, past) for x in (part.k, part.v))
+            window = () if len(windows) == 1 else (first, past, int(first > 0), int(past == part.k.shape[2]))
             _dispatch(device, kernel, target._replace(k=k, v=v), of_scores, tile.queries, listed, entries, window)
         if target is not part:
             scores.round_rows(device, target.out, part.out)

@@ -64,13 +64,15 @@ def added(device: Device, a: Region, b: Region) -> Region:
 
 
 def round_rows(device: Device, x: Region, y: Region) -> None:
-    """Round dense x ``(rows, columns)``, float32, into y, whose rows begin at whole vectors."""
+    """Round x ``(rows, columns)``, float32, into y; the rows of both begin at whole vectors."""
     length, columns = x.shape[0], x.shape[1] // 4
     kernel = device.kernel("round_rows", dtype=DTYPES[y.dtype])
-    most = max(1, (device.capabilities.binding_bytes - 512) // max(y.strides[0] * y.itemsize, 16 * columns))
+    most = max(
+        1, (device.capabilities.binding_bytes - 512) // max(y.strides[0] * y.itemsize, x.strides[0] * x.itemsize)
+    )
     for first in range(0, length, most):
         rows = min(most, length - first)
-        parameters = (rows, columns, y.strides[0] // 4)
+        parameters = (rows, columns, x.strides[0] // 4, y.strides[0] // 4)
         source, target = (r.narrow(0, first, rows) for r in (x, y))
         device.run(kernel, -(-rows * columns // 256), parameters, x=source, y=target)
 

@@ -142,18 +142,34 @@ def windows(device: Device, *tensors: Region) -> list[tuple[int, int]]:
     return [(first, min(first + rows, length)) for first in range(0, length, rows)] or [(0, length)]
 
 
-def window(device: Device, x: Region, first: int, past: int) -> Region:
-    """Rows of a tensor of one head, where a kernel can bind them."""
-    return bindable(device, x if past - first == x.shape[2] else x.narrow(2, first, past - first))
+class Bindable:
+    """Parts of tensors where a kernel can bind them. Those that have to be copied for it are copied once: memory for each
+    pair of windows would grow with the square of their number."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._made: dict[Any, Region] = {}
+
+    def __call__(self, x: Region) -> Region:
+        known = (x.storage, x.offset, x.shape, x.strides, x.dtype)
+        if known not in self._made:
+            self._made[known] = bindable(self._device, x)
+        return self._made[known]
+
+    def rows(self, x: Region, first: int, past: int) -> Region:
+        """Some rows of a tensor ``(·, ·, S, ·)``."""
+        return self(x if past - first == x.shape[2] else x.narrow(2, first, past - first))
 
 
-def empty_sums(device: Device, result: Region) -> Region:
-    """Memory for sums that several dispatches make of the rows of a result: dense, and of float32."""
-    return device.empty((*result.shape[:3], -(-result.shape[3] // 4) * 4), torch.float32)
+def empty_sums(device: Device, result: Region, more: int = 0) -> Region:
+    """Memory for sums that several dispatches make of the rows of a result: float32, and room for so many numbers more in
+    each row."""
+    return device.empty((*result.shape[:3], -(-result.shape[3] // 4) * 4 + more), torch.float32)
 
 
 def round_rows(device: Device, sums: Region, result: Region) -> None:
     """Round the sums of one head, ``(1, 1, S, ·)``, into its result, whose rows are aligned."""
+    sums = sums.narrow(3, 0, -(-result.shape[3] // 4) * 4)
     x, y = (r.with_shape(r.shape[2:], r.strides[2:]) for r in (sums, result))
     copies.round_rows(device, x, y)
 

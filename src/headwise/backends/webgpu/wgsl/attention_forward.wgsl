@@ -19,7 +19,9 @@
 {% endif %}
 {% if windowed %}
 // A key head that is larger than a binding comes in windows of keys, one dispatch each: k and v begin at key_first. What
-// earlier windows gave a row, out and lse, is read again (`resumes`) and goes on as a chain does.
+// earlier windows gave a row is read again (`resumes`) and goes on as a chain does: its sums, not yet divided by their total,
+// and in one vector after them the reference and the total. The last window (`finishes`) divides. An lse would not do in
+// their place: beside a large reference a float32 has no digits left for the logarithm of the total.
 //
 {% endif %}
 // variables: dtype; to, the dtype of out (float32 where it goes to memory on its way); windowed (bool);
@@ -49,7 +51,7 @@
 {% endif %}
 {{ output("out", to, 4) }}
 {{ output("lse", "f32", 1) }}
-{{ params("blocks: u32, first_row: u32, rows: u32, q_b: u32, q_h: u32, q_s: u32, k_b: u32, k_h: u32, k_s: u32, v_b: u32, v_h: u32, v_s: u32, out_b: u32, out_h: u32, out_s: u32, lse_b: u32, lse_h: u32, " ~ ("key_first: i32, key_past: i32, resumes: u32, " if windowed else "") ~ scores.fields(variant)) }}
+{{ params("blocks: u32, first_row: u32, rows: u32, q_b: u32, q_h: u32, q_s: u32, k_b: u32, k_h: u32, k_s: u32, v_b: u32, v_h: u32, v_s: u32, out_b: u32, out_h: u32, out_s: u32, lse_b: u32, lse_h: u32, " ~ ("key_first: i32, key_past: i32, resumes: u32, finishes: u32, " if windowed else "") ~ scores.fields(variant)) }}
 {{ scores.functions(variant) }}
 {{ scores.logits(variant) }}
 // How far a row's maximum may rise above the reference of its weights before they are brought down.
@@ -319,14 +321,16 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% endif %}
 {% if windowed %}
     let resumes = params.resumes != 0u;
+    let so_far_at = batch * params.out_b + head * params.out_h + row * params.out_s + {{ v_vectors }}u;
     if (resumes && inside) {
-        let kept_lse = load_lse(batch * params.lse_b + head * params.lse_h + row);
-        if (bitcast<u32>(kept_lse) != 0xff800000u) {
-            kept_total = 1.0;
-            kept_reference = kept_lse{{ "" if variant.bias else " * LOG2E" }};
+        let so_far = load_out(so_far_at);
+        if (so_far.y != 0.0) {
+            kept_reference = so_far.x;
+            kept_total = so_far.y;
             reference = kept_reference;
         }
     }
+    storageBarrier(); // several lanes read what one of them writes in the end
 {% endif %}
 
 {{ places() }}
@@ -526,7 +530,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% endif %}
     var row_lse = {{ "reference + log(total)" if variant.bias else "fma(reference, LN2, log(total))" }};
     if (empty) { row_lse = negative_infinity(); }
+{% if windowed %}
+    let so_far = vec4<f32>(reference, total, 0.0, 0.0);
+    if (params.finishes != 0u) { factor /= total; }
+    factor = select(factor, 0.0, empty);
+{% else %}
     factor = select(factor / total, 0.0, empty);
+{% endif %}
 {% if chain %}
     kept_factor *= factor;
 {% endif %}
@@ -535,6 +545,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% endif %}
     if (lane < {{ rows }}u && inside) {
         store_lse(batch * params.lse_b + head * params.lse_h + row, row_lse);
+{% if windowed %}
+        store_out(so_far_at, so_far);
+{% endif %}
     }
 {{ tell("factor") }}
 {% for i in range(rows) %}

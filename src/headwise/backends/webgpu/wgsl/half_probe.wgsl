@@ -1,14 +1,25 @@
-// Does the driver's pack2x16float round a float32 to the nearest float16, and to an even one from the middle between two?
-// result: how many of the numbers tried came out otherwise.
+// Does the driver's pack2x16float round a float32 to the nearest float16, and to an even one from the middle of two?
+// result: how many of the words tried came out otherwise.
 //
-// Tried are all float16, every middle between neighbours and the float32 on both sides of each, with both signs and in
-// both halves of a word; numbers too large, which shall become infinity, and too small; infinity and NaN, which shall stay.
+// Tried are all float16, every middle between neighbours and the float32 on both sides of each; numbers too large,
+// which shall become infinity, and too small; infinity and NaN, which shall stay. Each is tried in both halves of a
+// word, beside one of its own size and beside another number, mostly a far one, with all signs of the two.
 {{ output("result", "u32", 1) }}
 {{ params() }}
 
 const INFINITE_HALF = 0x7c00u; // as bits; the sizes of numbers below are bits, too
 const LEAST_NORMAL_HALF = 0x400u;
 const INFINITE = 0x7f800000u;
+
+// There are four kinds of number with one for every thread, then six with one for every finite float16.
+const THREADS = 256u;
+const BEYOND = 4u * THREADS;
+const TRIED = BEYOND + 6u * INFINITE_HALF;
+
+struct Number {
+    size: u32,
+    half_bits: u32, // what it shall become; any NaN stands for all
+}
 
 var<workgroup> wrong: atomic<u32>;
 
@@ -26,35 +37,70 @@ fn middle_above(half_bits: u32) -> u32 {
     return size_of(half_bits) + 0x1000u;
 }
 
-fn packed(size: u32) -> u32 { return pack2x16float(vec2<f32>(bitcast<f32>(size), bitcast<f32>(size | 0x80000000u))); }
-
-fn expect(size: u32, half_bits: u32) {
-    if (packed(size) != (half_bits | ((half_bits | 0x8000u) << 16u))) { atomicAdd(&wrong, 1u); }
+fn near_half(kind: u32, half_bits: u32) -> Number {
+    let middle = middle_above(half_bits);
+    switch (kind) {
+        case 0u: { return Number(size_of(half_bits), half_bits); }
+        case 1u: { return Number(size_of(half_bits) + 1u, half_bits); }
+        case 2u: { return Number(middle - 1u, half_bits); }
+        case 3u: { return Number(middle, half_bits + (half_bits & 1u)); }
+        case 4u: { return Number(middle + 1u, half_bits + 1u); }
+        default: { return Number(size_of(half_bits + 1u) - 1u, half_bits + 1u); }
+    }
 }
 
-fn expect_nan(size: u32) {
-    let word = packed(size);
-    if ((word & 0x7fffu) <= INFINITE_HALF || ((word >> 16u) & 0x7fffu) <= INFINITE_HALF) { atomicAdd(&wrong, 1u); }
+// Numbers below the least middle; from 65536 on; infinity and the last before it; NaN.
+fn beyond_halves(kind: u32, step: u32) -> Number {
+    let too_large = size_of(INFINITE_HALF);
+    switch (kind) {
+        case 0u: { return Number(middle_above(0u) / THREADS * step, 0u); }
+        case 1u: { return Number(too_large + (INFINITE - too_large) / (THREADS - 1u) * step, INFINITE_HALF); }
+        case 2u: { return Number(INFINITE - step, INFINITE_HALF); }
+        default: { return Number(INFINITE + 1u + 0x7fffu * step, INFINITE_HALF + 1u); }
+    }
 }
 
-@compute @workgroup_size(256)
+fn number(i: u32) -> Number {
+    if (i < BEYOND) { return beyond_halves(i / THREADS, i % THREADS); }
+    return near_half((i - BEYOND) / INFINITE_HALF, (i - BEYOND) % INFINITE_HALF);
+}
+
+fn packed(low: u32, high: u32) -> u32 { return pack2x16float(vec2<f32>(bitcast<f32>(low), bitcast<f32>(high))); }
+
+// A NaN may have other digits and lose its sign.
+fn differs(half_bits: u32, expected: u32) -> bool {
+    let nan = (half_bits & 0x7fffu) > INFINITE_HALF && (expected & 0x7fffu) > INFINITE_HALF;
+    return half_bits != expected && !nan;
+}
+
+// How many of the words with these two come out wrong, whatever their signs.
+fn wrong_beside(low: Number, high: Number) -> u32 {
+    var count = 0u;
+    for (var signs = 0u; signs < 4u; signs++) {
+        let low_sign = (signs & 1u) << 31u;
+        let high_sign = (signs & 2u) << 30u;
+        let word = packed(low.size | low_sign, high.size | high_sign);
+        let expected = (low.half_bits | (low_sign >> 16u)) | (high.half_bits << 16u) | high_sign;
+        if (word != expected) {
+            count += u32(differs(word & 0xffffu, expected & 0xffffu) || differs(word >> 16u, expected >> 16u));
+        }
+    }
+    return count;
+}
+
+@compute @workgroup_size(THREADS)
 fn main(@builtin(local_invocation_index) thread: u32) {
     if (thread == 0u) { atomicStore(&wrong, 0u); }
     workgroupBarrier();
-    for (var one = thread; one < INFINITE_HALF; one += 256u) {
-        let middle = middle_above(one);
-        expect(size_of(one), one);
-        expect(size_of(one) + 1u, one);
-        expect(middle - 1u, one);
-        expect(middle, one + (one & 1u));
-        expect(middle + 1u, one + 1u);
-        expect(size_of(one + 1u) - 1u, one + 1u);
+    var count = 0u;
+    // From both ends: what is infinite or NaN lies beside large numbers that have to be rounded.
+    for (var i = thread; i < TRIED / 2u; i += THREADS) {
+        let one = number(i);
+        let other = number(TRIED - 1u - i);
+        count += wrong_beside(one, one) + wrong_beside(one, other);
+        count += wrong_beside(other, one) + wrong_beside(other, other);
     }
-    // Each thread tries one of the sizes below the least middle, one above 65536 and one NaN, far from those of the others.
-    expect(middle_above(0u) / 256u * thread, 0u);
-    expect(size_of(INFINITE_HALF) + (INFINITE - size_of(INFINITE_HALF)) / 255u * thread, INFINITE_HALF);
-    expect(INFINITE - thread, INFINITE_HALF);
-    expect_nan(INFINITE + 1u + 0x7fffu * thread);
+    atomicAdd(&wrong, count);
     workgroupBarrier();
     if (thread == 0u) { store_result(0u, atomicLoad(&wrong)); }
 }
