@@ -137,3 +137,23 @@ def test_results_may_be_changed_in_place(backend, heads_inside):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(other.sum(), x)
     assert wanted.isfinite().all()
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("tokens", [None, 1, 3])
+def test_results_of_decoding_may_be_changed_in_place(backend, tokens, paged):
+    q = _normal(backend, 2, 4, 8) if tokens is None else _normal(backend, 2, 4, tokens, 8)
+    cache = _normal(backend, 2, 2, 9, 8)
+    lengths = torch.tensor([9, 4], device=q.device)
+    table = torch.tensor([[0], [1]], dtype=torch.int32, device=q.device) if paged else None
+    q.requires_grad_()
+    out, lse = hw.attention_decode(q, cache, cache, lengths, block_table=table, return_lse=True, backend=backend)
+    assert not out._is_view()
+    assert not lse._is_view()
+    before, lse_before = out.detach().clone(), lse.detach().clone()
+    out += 1
+    lse += 1
+    assert torch.equal(out, before + 1)
+    assert torch.equal(lse, lse_before + 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), q)

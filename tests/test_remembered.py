@@ -136,6 +136,12 @@ def another_setting():
         settings.validate = before
 
 
+@contextmanager
+def tables_read_again():
+    tile_sizes.forget()
+    yield
+
+
 # What a call depends on beside its arguments; and whether after it things are as they were before it.
 SURROUNDINGS = {
     "the deterministic switch": (the_other_deterministic_switch, True),
@@ -144,6 +150,7 @@ SURROUNDINGS = {
     "a backend": (lambda: registry.use_backend("cpu"), True),
     "a setting": (another_setting, False),  # who knows what else changed with it
     "a tile": (lambda: tile_sizes.forced("attention_forward", tile_sizes.Tile(16, 16, 4, 1)), False),
+    "the tile tables": (tables_read_again, False),
 }
 
 
@@ -160,6 +167,16 @@ def test_the_surroundings_are_part_of_the_kind(name):
     with change():
         assert of() != before
     assert (of() == before) == back_again
+
+
+def test_what_was_kept_before_a_change_is_not_found_after_another_one_at_the_same_time():
+    seen = settings.changes
+    settings.changed()
+    kept_under = settings.changes
+    # Another thread, which had looked at the settings before, comes to write only now.
+    object.__setattr__(settings, "changes", seen)
+    settings.changed()
+    assert settings.changes not in (seen, kept_under)
 
 
 class Mode(TorchDispatchMode):

@@ -269,3 +269,50 @@ def test_a_plan_tells_profilers(kernel, monkeypatch):
     monkeypatch.setattr(launching._HOOKS, "launch_enter_hook", lambda *args: None)
     plan.launch(X, None)
     assert len(kernel.calls) == 2
+
+
+class Compiled(OldLauncher):
+    """What was compiled for tensors that are aligned in this way, and must be given no others."""
+
+    def __init__(self, aligned: list[bool]) -> None:
+        super().__init__()
+        self.aligned = aligned
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        super().__call__(gridX, gridY, gridZ, stream, function, *args)
+        addresses = args[4 : 4 + len(self.aligned)]  # after the metadata and three hooks
+        assert [address % 16 == 0 for address in addresses] == self.aligned
+
+
+class CompilingKernel(Kernel):
+    """Compiles a kernel at every call that goes the long way."""
+
+    def __init__(self) -> None:
+        super().__init__(OldLauncher())
+        self.compiled = []
+
+    def __getitem__(self, grid):
+        def run(*args, **options):
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            self.compiled.append(Compiled([t.data_ptr() % 16 == 0 for t in tensors]))
+            return SimpleNamespace(run=self.compiled[-1], function="function", packed_metadata="metadata")
+
+        return run
+
+
+@pytest.mark.parametrize("first", ["aligned", "misaligned"])
+def test_a_plan_gives_no_tensors_to_what_was_compiled_for_others(first):
+    assert X.data_ptr() % 16 == 0
+    kinds = [(X, X), (X[1:], X), (X, X[1:]), (X[1:], X[1:])]
+    if first == "misaligned":
+        kinds.reverse()
+    kernel = CompilingKernel()
+    plan = _plan(kernel)
+    for tensors in kinds:
+        for _ in range(4):  # in a row, so that it is kept if it ever is
+            plan.launch(*tensors)
+    for _ in range(2):
+        for tensors in kinds:
+            plan.launch(*tensors)
+    assert len(kernel.compiled) == len(kinds)
+    assert [len(of_kind.calls) for of_kind in kernel.compiled] == [5] * len(kinds)

@@ -45,7 +45,7 @@ def test_three_parts_hold_every_float32(dim):
     x.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)
     x = x.transpose(1, 2)
     split = parts.split(x)
-    assert split.stride() == parts.split_strides(x.shape, dim)
+    assert split.stride() == parts.split_strides(x.shape, x.stride(), dim)
     high, middle, low = split.float().unflatten(3, (3, parts.pitch(dim)))[..., :dim].unbind(3)
     assert torch.equal((low + middle + high).nan_to_num(7.0), x.nan_to_num(7.0))
     finite = x.isfinite()
@@ -117,6 +117,47 @@ def test_infinite_values_stay_infinite(in_parts):
     _, lse = hw.attention(q, k, v, return_lse=True, backend="triton")
     scores = q.double() @ k.double().transpose(2, 3)
     assert torch.equal(lse.isnan(), scores.logsumexp(-1).isfinite().logical_not())
+    assert in_parts()
+
+
+EXPANDED = {
+    "over the batch": lambda x: x[:1].expand(3, -1, -1, -1),
+    "over the heads": lambda x: x[:, :1].expand(-1, 4, -1, -1),
+    "over both": lambda x: x[:1, :1].expand(3, 4, -1, -1),
+    "over the batch, heads inside": lambda x: x[:1].transpose(1, 2).contiguous().transpose(1, 2).expand(3, -1, -1, -1),
+    "over the heads, heads inside": lambda x: (
+        x[:, :1].transpose(1, 2).contiguous().transpose(1, 2).expand(-1, 4, -1, -1)
+    ),
+}
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("which", EXPANDED)
+def test_what_is_expanded_is_split_once(which, in_parts):
+    m = maker("triton")
+    q, grad = m.normal(3, 4, 40, 20), m.normal(3, 4, 40, 24)
+    k, v = EXPANDED[which](m.normal(3, 4, 37, 20)), EXPANDED[which](m.normal(3, 4, 37, 24))
+    for x in (k, v):
+        split = parts.split(x)
+        dim, pitch = x.shape[3], parts.pitch(x.shape[3])
+        assert split.shape == (3, 4, 37, 3 * pitch)
+        assert split.stride() == parts.split_strides(x.shape, x.stride(), dim)
+        # Between the parts of a row there is room that nobody writes.
+        one, other = (s.unflatten(3, (3, pitch))[..., :dim] for s in (split, parts.split(x.contiguous())))
+        assert torch.equal(one, other)
+        batch, heads = (1 if x.stride(i) == 0 else x.shape[i] for i in (0, 1))
+        assert split.untyped_storage().nbytes() == batch * heads * 37 * 3 * pitch * 2
+
+    def results(k, v, grad):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse = hw.attention(*leaves, causal=True, return_lse=True, backend="triton")
+        return out, lse, *torch.autograd.grad(out, leaves, grad)
+
+    one_grad = grad[:1].expand(3, -1, -1, -1)
+    for of_grad in (grad, one_grad):
+        expanded, written_out = results(k, v, of_grad), results(k.contiguous(), v.contiguous(), of_grad.contiguous())
+        for a, b in zip(expanded, written_out, strict=True):
+            assert torch.equal(a, b)
     assert in_parts()
 
 

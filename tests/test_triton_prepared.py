@@ -12,7 +12,7 @@ from headwise.backends import registry
 from headwise.backends.triton import launch as launching
 from headwise.ops.attention._arguments import Flags
 
-BF16 = torch.bfloat16
+BF16, F32 = torch.bfloat16, torch.float32
 FLAGS = Flags(left=-1, right=0, scale=0.125, softcap=0.0, deterministic=True)
 
 
@@ -48,6 +48,11 @@ CALLS = {
     "attention, no queries": ("attention_forward", (tensor(2, 4, 0, 32), *[tensor(2, 4, 70, 32)] * 2, *NONE), (FLAGS,)),
     "decode": ("attention_decode", (tensor(2, 8, 32), CACHE, CACHE, LENGTHS, None, None), (FLAGS, 0)),
     "decode, some tokens": ("attention_decode", (tensor(2, 8, 3, 32), CACHE, CACHE, LENGTHS, None, None), (FLAGS, 4)),
+    "decode, float32": (
+        "attention_decode",
+        (tensor(2, 8, 32, dtype=F32), *[tensor(2, 4, 900, 32, dtype=F32)] * 2, LENGTHS, None, None),
+        (FLAGS, 0),
+    ),
     "decode, pages": (
         "attention_decode",
         (tensor(2, 8, 32), CACHE, CACHE, LENGTHS, tensor(2, 8, dtype=torch.int32)[:, ::2], tensor(8, dtype=torch.float32)),
@@ -113,13 +118,57 @@ def _all(results):
 
 
 @pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
-def test_how_float32_is_multiplied_is_asked_for_at_every_call(launches, monkeypatch, precision):
+@pytest.mark.parametrize("name", ["attention, float32", "decode, float32"])
+def test_how_float32_is_multiplied_is_asked_for_at_every_call(launches, monkeypatch, name, precision):
     from headwise.backends.triton import attention_forward, decode
 
-    for name in ("attention, float32",):
-        launcher, tensors, others = CALLS[name]
-        prepared = registry.launcher("triton", launcher).prepare(*tensors, *others)
+    def switch_to(precision):
         for module in (attention_forward, decode):
             monkeypatch.setattr(module, "dot_precision", lambda dtype, widest=0: precision)
+
+    before = {"tf32": "tf32x3", "tf32x3": "tf32"}[precision]
+    launcher, tensors, others = CALLS[name]
+    switch_to(before)
+    prepared = registry.launcher("triton", launcher).prepare(*tensors, *others)
+    for asked_for in (before, precision, before):
+        switch_to(asked_for)
+        launches.clear()
         prepared(*tensors)
-        assert precision in launches[-1][4]
+        of_products = [constants for kernel, *_, constants, _ in launches if kernel.fn.__name__ != "_merge"]
+        assert of_products
+        for constants in of_products:
+            assert {"tf32", "tf32x3"} & set(constants) == {asked_for}
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_the_plain_kernel_is_worked_out_once_and_where_hopper_refuses(launches, monkeypatch, takes):
+    from headwise.backends.triton import attention_forward
+
+    prepare_plain, worked_out, asked = attention_forward._prepare_plain, [], []
+    monkeypatch.setattr(attention_forward, "_prepare_plain", lambda *args: worked_out.append(1) or prepare_plain(*args))
+    monkeypatch.setattr(attention_forward, "_for_hopper", lambda q: True)
+    monkeypatch.setattr(attention_forward, "_hopper_forward", lambda: lambda *of: lambda *on: asked.append(1) or takes)
+    _, tensors, others = CALLS["attention"]
+    prepared = attention_forward.prepare_attention_forward(*tensors, *others)
+    assert not worked_out
+    for _ in range(3):
+        prepared(*tensors)
+    assert len(asked) == 3
+    assert len(worked_out) == (0 if takes else 1)
+    assert len(launches) == (0 if takes else 3)
+
+
+def test_limits_of_the_plain_kernel_are_none_of_hopper(monkeypatch):
+    from headwise.backends.triton import attention_forward
+
+    far_apart = torch.empty_strided((1, 16, 2048, 64), (2**40, 64, 2**25, 1), dtype=BF16, device="meta")
+    call = (*[far_apart] * 3, *NONE, FLAGS)
+    with pytest.raises(ValueError, match="from token to token"):
+        attention_forward.attention_forward(*call)
+    launched = []
+    monkeypatch.setattr(attention_forward, "_for_hopper", lambda q: True)
+    monkeypatch.setattr(
+        attention_forward, "_hopper_forward", lambda: lambda *of: lambda *on: launched.append(1) or True
+    )
+    attention_forward.attention_forward(*call)
+    assert launched

@@ -13,9 +13,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass, field
 from typing import Any
+
+_numbers = itertools.count(1)
 
 
 @dataclass
@@ -27,7 +30,8 @@ class Settings:
     webgpu_adapter: str | None = None
     webgpu_tier: str | None = None
     webgpu_binding_bytes: int | None = None
-    # Grows with every change: what was worked out from the settings is kept together with it, and not used after it.
+    # After every change another number, and never one that it was before, whichever threads change settings at once: what
+    # was worked out from the settings is kept together with it, and not used after it.
     changes: int = field(default=0, init=False, repr=False, compare=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -36,7 +40,7 @@ class Settings:
 
     def changed(self) -> None:
         """What was worked out so far holds no longer: a setting is another, or something that counts like one."""
-        object.__setattr__(self, "changes", self.changes + 1)
+        object.__setattr__(self, "changes", next(_numbers))
 
     @staticmethod
     def from_environment() -> Settings:

@@ -151,11 +151,6 @@ def launcher(backend: str, name: str) -> Callable[..., Any]:
     return _launchers[key]
 
 
-def prepares(backend: str, name: str) -> bool:
-    """Does this launcher have a `prepare` of its own?"""
-    return hasattr(launcher(backend, name), "prepare")
-
-
 def prepare(backend: str, name: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Callable[..., Any]:
     """What is left to do for launches of kernel ``name`` that differ from this one in the contents of ``tensors`` alone.
 
@@ -163,8 +158,8 @@ def prepare(backend: str, name: str, tensors: tuple[Any, ...], others: tuple[Any
     with the arguments of the launcher.
     """
     launch = launcher(backend, name)
-    if prepares(backend, name):
-        return launch.prepare(*tensors, *others)  # type: ignore[attr-defined]
+    if hasattr(launch, "prepare"):
+        return launch.prepare(*tensors, *others)
     return lambda *tensors: launch(*tensors, *others)
 
 

@@ -25,6 +25,10 @@ def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, block_table: Tensor | None, sink: Tensor | None,
     flags: Flags, num_splits: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q is ``(B, Hq, D)`` or ``(B, Hq, Sq, D)``."""
+    one = q.dim() == 3
+    if one:
+        q = q.unsqueeze(2)
     out = layout.empty_like_heads(q, v_cache.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=layout.lse_dtype(q.dtype))
     for b, length in enumerate(lengths.tolist()):
@@ -34,6 +38,9 @@ def attention_decode(
             out[of_b], lse[of_b] = torch.nan, torch.nan
         else:
             out[of_b], lse[of_b] = _decode_one(q[of_b], *cache, sink, flags, num_splits)
+    if one:  # in place: autograd forbids changes in place to views that an op returns
+        out.squeeze_(2)
+        lse.squeeze_(2)
     return out, lse
 
 

@@ -478,9 +478,9 @@ def _plans(
     batch, heads, q_length, head_dim = q_shape
     key_heads, k_length = k_shape[1:3]
     if precision == "parts":
-        q_strides, grad_strides = split_strides(q_shape, head_dim), split_strides(q_shape, value_dim)
-        k_strides, v_strides = split_strides(k_shape, head_dim), split_strides(k_shape, value_dim)
-        element = 2
+        q_strides, k_strides = split_strides(q_shape, q_strides, head_dim), split_strides(k_shape, k_strides, head_dim)
+        v_strides, element = split_strides(k_shape, v_strides, value_dim), 2
+        grad_strides = split_strides(q_shape, grad_strides, value_dim)
     strides = (q_strides, k_strides, v_strides, out_strides, grad_strides, dq_strides, dk_strides, dv_strides)
     check_row_strides(max(*queries[:2], *keys[:2]), *strides)
     if sequences is None:

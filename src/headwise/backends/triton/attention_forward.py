@@ -214,8 +214,8 @@ def _plan(
     """For q ``(B, Hq, Sq, D)`` and k ``(B, Hk, Sk, D)``; a packed batch of ``sequences`` is one entry of all tokens."""
     batch, heads, q_length, head_dim = q_shape
     if precision == "parts":
-        q_strides, k_strides = split_strides(q_shape, head_dim), split_strides(k_shape, head_dim)
-        v_strides, element = split_strides(k_shape, value_dim), 2
+        q_strides, k_strides = split_strides(q_shape, q_strides, head_dim), split_strides(k_shape, k_strides, head_dim)
+        v_strides, element = split_strides(k_shape, v_strides, value_dim), 2
     check_row_strides(max(tile.queries, tile.keys), q_strides, k_strides, v_strides, out_strides)
     tiles = -(-q_length // tile.queries) if sequences is None else packed_tiles(q_length, sequences, tile.queries)
     return Plan(
@@ -301,16 +301,23 @@ def _prepare_launch(
     flags: Flags,
 ) -> Callable[..., None]:  # fmt: skip
     """What launches, given ``q, k, v, out, lse, mask, bias, kv_lengths, sink, cu_q, cu_k``."""
-    plain = _prepare_plain(q, k, v, out_strides, mask, bias, kv_lengths, sink, cu_q, cu_k, max_q, max_k, flags)
-    if mask is not None or bias is not None or not _for_hopper(q):
-        return plain
-    hopper_launch = _hopper_forward()(q, k, v, out_strides, kv_lengths, sink, cu_q, cu_k, max_q, max_k, flags)
+    hopper_launch = (
+        _hopper_forward()(q, k, v, out_strides, kv_lengths, sink, cu_q, cu_k, max_q, max_k, flags)
+        if mask is None and bias is None and _for_hopper(q)
+        else None
+    )
     if hopper_launch is None:
-        return plain
+        return _prepare_plain(q, k, v, out_strides, mask, bias, kv_lengths, sink, cu_q, cu_k, max_q, max_k, flags)
+    plain: Callable[..., None] | None = None
 
-    def launch(*tensors: Tensor | None) -> None:
-        if not hopper_launch(*tensors):
-            plain(*tensors)
+    def launch(*tensors: Any) -> None:
+        nonlocal plain
+        if hopper_launch(*tensors):
+            return
+        if plain is None:  # not before it is needed: it has limits that Hopper's kernel has not
+            q, k, v, _, _, mask, bias, kv_lengths, sink, cu_q, cu_k = tensors
+            plain = _prepare_plain(q, k, v, out_strides, mask, bias, kv_lengths, sink, cu_q, cu_k, max_q, max_k, flags)
+        plain(*tensors)
 
     return launch
 

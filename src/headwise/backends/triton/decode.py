@@ -91,9 +91,10 @@ def _fold(acc, highest, total, more, more_highest, more_total, UNIT: tl.constexp
 @triton.jit
 def _merged(
     parts, part_stats, first_part, count, rows_inside,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, TOGETHER: tl.constexpr, UNIT: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, PARTS_PER_BUNDLE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of rows from their ``count`` parts: in bundles of TOGETHER parts, then over the bundles, in order."""
+    """The softmax of rows from their ``count`` parts: in bundles of PARTS_PER_BUNDLE, then over the bundles, in order."""
     dv = tl.arange(0, BLOCK_DV)
     inside = rows_inside[:, None] & (dv < DV)[None, :]
     nothing = tl.zeros([first_part.shape[0], BLOCK_DV], tl.float32)
@@ -114,9 +115,9 @@ def _merged(
                     tl.load(stats + 1, mask=there, other=0.0),
                 ),
             )
-        for start in tl.static_range(0, AT_ONCE, TOGETHER):
+        for start in tl.static_range(0, AT_ONCE, PARTS_PER_BUNDLE):
             bundle, bundle_highest, bundle_total = nothing, none, zero
-            for i in tl.static_range(TOGETHER):
+            for i in tl.static_range(PARTS_PER_BUNDLE):
                 more, more_highest, more_total = loaded[start + i]  # type: ignore[var-annotated]
                 bundle, bundle_highest, bundle_total = _fold(
                     bundle, bundle_highest, bundle_total, more, more_highest, more_total, UNIT
@@ -145,25 +146,25 @@ def _finish(
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "q_length", "group", "key_heads", "capacity", "pages", "shares", "each", "together",
+        "rows", "q_length", "group", "key_heads", "capacity", "pages", "shares", "each", "shares_per_bundle",
         "row_blocks", "left", "table_b", "q_b",
         "q_h", "q_s", "k_b", "k_h", "v_b", "v_h", "o_b", "o_h", "o_s",
     ]
 )  # fmt: skip
 def _decode(
     q, k, v, lengths, table, sink, out, lse, parts, arrived,
-    rows, q_length, group, key_heads, capacity, pages, shares, each, together, row_blocks, left, table_b,
+    rows, q_length, group, key_heads, capacity, pages, shares, each, shares_per_bundle, row_blocks, left, table_b,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, scale, softcap,
     WHOLE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_CAP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
-    MERGED_ROWS: tl.constexpr, MERGED_PARTS: tl.constexpr, TOGETHER: tl.constexpr,
+    MERGED_ROWS: tl.constexpr, MERGED_PARTS: tl.constexpr, PARTS_PER_BUNDLE: tl.constexpr,
 ):  # fmt: skip
     """Some shares of one sequence's keys, for one key head and a block of its rows.
 
-    The keys of a sequence are cut into ``shares``. ``together`` of them make a bundle: shares are added up to bundles, and
-    bundles to the whole, always in order, whoever does it. A program has ``each`` of the shares: one, a bundle or all
-    (WHOLE). Else its part goes to ``parts``: float32 ``[row, part, Dv]``, then highest logit and total ``[row, part, 2]``.
+    The keys of a sequence are cut into ``shares``, which are added up to bundles of ``shares_per_bundle``, and those to the
+    whole, always in order, whoever does it. A program has ``each`` of the shares: one, a bundle or all (WHOLE). Else its
+    part goes to ``parts``: float32 ``[row, part, Dv]``, then highest logit and total ``[row, part, 2]``.
     ``arrived``, if it is there, counts the programs of these rows that are done, and is zero again after: the last one
     merges. PAGE: the page size, 0 for a contiguous cache.
     """
@@ -269,7 +270,7 @@ def _decode(
                     tl.full([ROWS], -float("inf"), tl.float32),
                     tl.zeros_like(total),
                 )
-                if (done % (together * share) == 0) | (block + 1 == end):
+                if (done % (shares_per_bundle * share) == 0) | (block + 1 == end):
                     all_acc, all_highest, all_total = _fold(
                         all_acc, all_highest, all_total, bundle, bundle_highest, bundle_total, UNIT
                     )
@@ -301,7 +302,8 @@ def _decode(
             last_token, last_head = last_row % q_length, key_head * group + last_row // q_length
             last_result = (batch * key_heads * group + last_head) * q_length + last_token
             merged, merged_highest, merged_total = _merged(
-                parts, part_stats, last_result * count, count, last_inside, DV, BLOCK_DV, MERGED_PARTS, TOGETHER, UNIT,
+                parts, part_stats, last_result * count, count, last_inside, DV, BLOCK_DV, MERGED_PARTS,
+                PARTS_PER_BUNDLE, UNIT,
             )  # fmt: skip
             last_at = out + batch * o_b + last_head.to(tl.int64) * o_h + last_token * o_s
             _finish(
@@ -313,7 +315,8 @@ def _decode(
 @triton.jit(do_not_specialize=["rows", "q_length", "heads", "count", "o_b", "o_h", "o_s"])
 def _merge(
     parts, sink, out, lse, rows, q_length, heads, count, o_b, o_h, o_s,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, MERGED_PARTS: tl.constexpr, TOGETHER: tl.constexpr, UNIT: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, MERGED_PARTS: tl.constexpr, PARTS_PER_BUNDLE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one row, from the parts that `_decode` left."""
     result = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
@@ -321,7 +324,7 @@ def _merge(
     part_stats = parts + tl.full((), 0, tl.int64) + rows.to(tl.int64) * count * DV
     inside = result < rows
     acc, highest, total = _merged(
-        parts, part_stats, result * count, count, inside, DV, BLOCK_DV, MERGED_PARTS, TOGETHER, UNIT
+        parts, part_stats, result * count, count, inside, DV, BLOCK_DV, MERGED_PARTS, PARTS_PER_BUNDLE, UNIT
     )
     o_at = out + result // q_length // heads * o_b + head * o_h + token * o_s
     _finish(acc, highest, total, sink, out, lse, o_at, result, head, inside, DV, BLOCK_DV, UNIT)
@@ -436,7 +439,7 @@ def _plans(
     tiles = row_blocks * key_heads * batch
     each = each or shares_of_a_program(shares, tiles, processors)
     parts = -(-shares // each)
-    together = -(-BUNDLE // each)
+    parts_per_bundle = -(-BUNDLE // each)
     if given is None:
         tile = for_programs_of(tile, each, parts, (block_d + block_of(dv)) * element, arch)
     left = flags.left if flags.left < capacity - 1 else -1  # a window that reaches over the whole cache is none
@@ -456,7 +459,7 @@ def _plans(
             parts == 1, left >= 0, flags.softcap > 0, page_size, head_dim, dv, block_d, block_of(dv),
             tile.queries, tile.keys, tile.stages, piece_of(block_d, element),
             common_alignment(element, q_strides, k_strides, v_strides), precision, unit,
-            merged_rows, max(merged_parts, together), together,
+            merged_rows, max(merged_parts, parts_per_bundle), parts_per_bundle,
         ),
         tile.warps,
         tile.stages,
@@ -466,11 +469,11 @@ def _plans(
         _merge,
         (rows, 1, 1),
         (rows, q_length, heads, parts, *out_strides[:3]),
-        (dv, block_of(dv), max(together, 16 if each == 1 else 8), together, unit),
+        (dv, block_of(dv), max(parts_per_bundle, 16 if each == 1 else 8), parts_per_bundle, unit),
         4,
         1,
     )
-    small = merged_rows * parts * dv <= MOST_MERGED and merged_parts >= together
+    small = merged_rows * parts * dv <= MOST_MERGED and merged_parts >= parts_per_bundle
     return _Plans(decode, merge, 0 if parts == 1 else rows * parts * (dv + 2), tiles, small)
 
 

@@ -52,9 +52,8 @@ def launch(
 ) -> _Ready | None:  # fmt: skip
     """Launch on the current stream of the tensors' device. At least one tensor is not None.
 
-    ``registers`` is the most that a thread may
-    use (0: the compiler decides), for kernels that gain more from another program on the same multiprocessor. Returns what
-    a launch of the same kind may use at once, if there is such a thing.
+    ``registers`` is the most that a thread may use (0: the compiler decides), for kernels that gain more from another
+    program on the same multiprocessor. Returns what a launch of the same kind may use at once, if there is such a thing.
     """
     if settings.triton_interpret:
         _the_long_way(kernel, grid, (*tensors, *numbers, *constants), num_warps, num_stages, registers)

@@ -118,7 +118,8 @@ def _split(x, out, rows, length, heads, x_b, x_h, x_s, D: tl.constexpr, BLOCK: t
     cut_off = (value.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     high = tl.where(tl.abs(high) == float("inf"), cut_off, high)  # the largest numbers are not rounded to infinity
     # An infinity is all in the low part, which meets nothing but the high part of the other number: their product is
-    # infinite, or NaN with zero, as it should be. Times a middle or low part it could have the other sign.
+    # infinite, or NaN with zero, as it should be. Times a middle or low part it could have the other sign. With another
+    # infinity it is NaN, as it should not be: the high part of that one is zero.
     infinite = tl.abs(value) == float("inf")
     high = tl.where(infinite, 0.0, high)
     rest = value - high
@@ -138,11 +139,19 @@ def _plan(shape: tuple[int, ...], strides: Strides) -> Plan:
 
 
 def split(x: Tensor) -> Tensor:
-    """``(B, H, S, D)`` in parts: ``(B, H, S, 3 · pitch)``, contiguous."""
-    out = x.new_empty((*x.shape[:3], 3 * pitch(x.shape[3])), dtype=torch.bfloat16)
+    """``(B, H, S, D)`` in parts: ``(B, H, S, 3 · pitch)``, expanded over the batch or the heads if x is, else contiguous."""
+    (batch, heads, length, dim), strides = x.shape, x.stride()
+    once = (*_written(x.shape, strides), length, dim)
+    out = x.new_empty((*once[:3], 3 * pitch(dim)), dtype=torch.bfloat16)
     if out.numel():
-        _plan(x.shape, x.stride()).launch(x, out)
-    return out
+        _plan(once, strides).launch(x, out)
+    return out if once[:2] == (batch, heads) else out.expand(batch, heads, -1, -1)
+
+
+def _written(shape: tuple[int, ...], strides: Strides) -> tuple[int, int]:
+    """Batch entries and heads that differ: one where all are the same memory."""
+    batch, heads = (min(size, 1) if stride == 0 else size for size, stride in zip(shape[:2], strides[:2], strict=True))
+    return batch, heads
 
 
 def pitch(dim: int) -> int:
@@ -150,10 +159,12 @@ def pitch(dim: int) -> int:
     return -(-dim // 16) * 16
 
 
-def split_strides(shape: tuple[int, ...], dim: int) -> Strides:
-    """Of the parts of ``(B, H, S, dim)``."""
+def split_strides(shape: tuple[int, ...], strides: Strides, dim: int) -> Strides:
+    """Of the parts of a ``(B, H, S, dim)`` with these strides; of the shape, B, H and S count."""
+    batch, heads = _written(shape, strides)
     row = 3 * pitch(dim)
-    return shape[1] * shape[2] * row, shape[2] * row, row, 1
+    of_head = shape[2] * row
+    return heads * of_head if batch == shape[0] else 0, of_head if heads == shape[1] else 0, row, 1
 
 
 def tile_precision(precision: str, dtype: torch.dtype, *tiles: Tile) -> str:

@@ -139,17 +139,8 @@ def _prepare_launch(
 ) -> Callable[..., tuple[Tensor, Tensor]]:  # fmt: skip
     others = (Flags(left, right, scale, softcap, deterministic), num_splits)
 
-    def prepare(q: Tensor, *tensors: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-        if q.dim() == 4 or registry.prepares(backend, "attention_decode"):
-            return registry.prepare(backend, "attention_decode", (q, *tensors), others)
-        # Other launchers know rows of tokens alone.
-        of_rows = registry.prepare(backend, "attention_decode", (q.unsqueeze(2), *tensors), others)
-
-        def of_one_token(q: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
-            out, lse = of_rows(q.unsqueeze(2), *tensors)
-            return out.squeeze(2), lse.squeeze(2)
-
-        return of_one_token
+    def prepare(*tensors: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        return registry.prepare(backend, "attention_decode", tensors, others)
 
     def validate_and_launch(*tensors: Any) -> tuple[Tensor, Tensor]:
         _validate(*tensors[1:5])
