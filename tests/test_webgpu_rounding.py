@@ -58,7 +58,9 @@ def same_bits(ours, expected):
     ("dtype", "native_half"), [(torch.float16, False), (torch.float16, True), (torch.bfloat16, False)]
 )
 def test_every_16_bit_pattern_is_read_and_written_back(cast, dtype, native_half):
-    if native_half and not runtime.device().capabilities.native_half:
+    found = runtime.device().capabilities
+    if native_half and not found.native_half:
+        assert "llvmpipe" not in found.name, "the software that tests run on rounds to nearest even"
         pytest.skip("the driver rounds float16 in another way")
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
     same_bits(cast(every, torch.float32, native_half), every.float())
