@@ -31,13 +31,19 @@ from headwise.config import settings
 _OF_PARTS = tl.constexpr("interpreted" if settings.triton_interpret else "ieee")  # how two parts are multiplied
 
 
+@triton.constexpr_function
+def pitch(dim: int) -> int:
+    """From part to part of a row: every part begins at a multiple of 32 bytes."""
+    return -(-dim // 16) * 16
+
+
 @triton.jit
 def load_tile(
     base, row, stride, inside, D: tl.constexpr, BLOCK: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr
 ):
     """As `blocks.load_rows`; of parts, a row holds one after the other."""
     if PRECISION == "parts":
-        PITCH: tl.constexpr = (D + 15) // 16 * 16  # as in `pitch`; the stride is known, which saves many registers
+        PITCH: tl.constexpr = pitch(D)  # the stride is known, which saves many registers
         high = load_rows(base, row, 3 * PITCH, inside, D, BLOCK, CHECK)
         middle = load_rows(base + PITCH, row, 3 * PITCH, inside, D, BLOCK, CHECK)
         low = load_rows(base + 2 * PITCH, row, 3 * PITCH, inside, D, BLOCK, CHECK)
@@ -108,7 +114,7 @@ def tile_product(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "length", "heads", "x_b", "x_h"])
 def _split(x, out, rows, length, heads, x_b, x_h, x_s, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    PITCH: tl.constexpr = (D + 15) // 16 * 16
+    PITCH: tl.constexpr = pitch(D)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (d < D)[None, :]
@@ -152,11 +158,6 @@ def _written(shape: tuple[int, ...], strides: Strides) -> tuple[int, int]:
     """Batch entries and heads that differ: one where all are the same memory."""
     batch, heads = (min(size, 1) if stride == 0 else size for size, stride in zip(shape[:2], strides[:2], strict=True))
     return batch, heads
-
-
-def pitch(dim: int) -> int:
-    """From part to part of a row: every part begins at a multiple of 32 bytes."""
-    return -(-dim // 16) * 16
 
 
 def split_strides(shape: tuple[int, ...], strides: Strides, dim: int) -> Strides:
