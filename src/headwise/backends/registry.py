@@ -48,7 +48,15 @@ BACKENDS: tuple[Backend, ...] = (
 )
 
 _NOT_SET = "not set"
-_forced = threading.local()
+
+
+class _Forced(threading.local):
+    """What `use_backend` asks for, in this thread."""
+
+    name: str | None = _NOT_SET
+
+
+_forced = _Forced()
 
 
 class Unsupported(ValueError):
@@ -66,7 +74,7 @@ def use_backend(name: str | None) -> Iterator[None]:
     """
     if name is not None:
         _find(name)
-    previous = getattr(_forced, "name", _NOT_SET)
+    previous = _forced.name
     _forced.name = name
     try:
         yield
@@ -76,12 +84,12 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 def asked() -> tuple[Any, ...]:
     """What a choice depends on that a program may change while it runs, beside the call and the backend that it names."""
-    return getattr(_forced, "name", _NOT_SET), settings.changes
+    return _forced.name, settings.changes
 
 
 def choose(call: Call, backend: str | None) -> str:
     """The name of the backend that runs this call, or a ValueError that says why none does."""
-    name = backend or getattr(_forced, "name", _NOT_SET)
+    name = backend or _forced.name
     if name == _NOT_SET:
         name = settings.backend
     if name is not None:
@@ -139,6 +147,11 @@ def ask_again(name: str) -> None:
     """What `availability` found for a backend holds no longer."""
     _availability.pop(name, None)
     settings.changed()
+
+
+def offers(backend: str, name: str) -> bool:
+    """Is there a kernel ``name`` on ``backend``?"""
+    return name in _find(backend).rules.LAUNCHERS
 
 
 def launcher(backend: str, name: str) -> Callable[..., Any]:

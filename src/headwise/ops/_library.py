@@ -26,6 +26,12 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+# Looked up once: every eager call asks all of them.
+_STRIDED = torch.strided
+_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
+_profiled = torch._C._autograd._profiler_enabled
+
 Save = Callable[[Any, tuple[Any, ...], Any], None]
 Backward = Callable[..., tuple[Any, ...]]
 Run = Callable[..., Any]
@@ -133,21 +139,20 @@ class Operator:
 def is_plain(x: Any) -> bool:
     """Is it what its memory holds? Other types may do things of their own; a negative view and a tensor of zeros without
     memory are something else."""
-    kind = type(x)
-    if kind in PLAIN:
-        return x.layout is torch.strided and not x.is_neg() and not x._is_zerotensor()
-    return hasattr(kind, "headwise_device")
+    if type(x) in PLAIN:
+        return x.layout is _STRIDED and not (x.is_neg() or x._is_zerotensor())
+    return hasattr(type(x), "headwise_device")
 
 
 def is_watched() -> bool:
     """Is anything in the way of a call that wants to see the operator: a mode, a transform, a tracer, a profiler?"""
     return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
+        _modes() > 0
+        or _function_modes() > 0
+        or _transforms()
+        or _tracing() is not None
         or forward_ad._current_level >= 0
-        or torch._C._autograd._profiler_enabled()
+        or _profiled()
     )
 
 

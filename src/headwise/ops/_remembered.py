@@ -11,9 +11,12 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-import torch
+from torch import are_deterministic_algorithms_enabled as is_deterministic
+from torch import is_grad_enabled
+from torch._C import _is_any_autocast_enabled as is_autocast
+from torch.compiler import is_compiling
 
-from headwise.backends import registry
+from headwise.backends.registry import asked
 from headwise.ops._library import PLAIN, Operator, Run, is_plain, is_watched
 
 _LIMIT = 4096  # a process that meets ever new sizes must not keep them all
@@ -28,14 +31,12 @@ def kind(op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Kind | N
 
     None where it cannot be said: someone watches who has to see the call itself, or an argument is not what it should be.
     """
-    if torch.compiler.is_compiling() or is_watched():
+    if is_compiling() or is_watched():
         return None
-    facts: list[Any] = [
-        op, others, registry.asked(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
-        torch._C._is_any_autocast_enabled(), *map(type, others),
-    ]  # fmt: skip
-    if tuple in facts:  # a window; types, those of its sides included, because True == 1 == 1.0
-        facts += [tuple(map(type, value)) for value in others if type(value) is tuple]
+    types: tuple[Any, ...] = tuple(map(type, others))  # because True == 1 == 1.0
+    if tuple in types:  # a window, whose sides have types too
+        types += tuple([tuple(map(type, value)) for value in others if type(value) is tuple])
+    facts: list[Any] = [op, others, types, asked(), is_grad_enabled(), is_deterministic(), is_autocast()]
     for x in tensors:
         if x is None:
             facts.append(None)

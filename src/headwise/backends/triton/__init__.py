@@ -36,6 +36,7 @@ LAUNCHERS = {
     "merge_attention": "merge",
     "merge_attention_backward": "merge",
     "rms_norm_forward": "rms_norm",
+    "rms_norm_output": "rms_norm",
     "rms_norm_backward": "rms_norm",
     "softmax_forward": "softmax",
     "softmax_backward": "softmax",

@@ -262,6 +262,7 @@ def _prepare(
     """What is left to do for calls that differ from this one in data and addresses alone, given their tensors."""
     rows = tuple(q.shape[:3])
     out_shape, out_strides = (*rows, v.shape[3]), layout.strides_like_heads(q, v.shape[3])
+    make_lse = layout.maker(q, rows, torch.float32)
     launch = None
     if 0 not in rows:
         launch = _prepare_launch(q, k, v, out_strides, as_bytes(mask), bias, kv_lengths, sink, None, None, 0, 0, flags)
@@ -271,7 +272,7 @@ def _prepare(
         sink: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out = q.new_empty_strided(out_shape, out_strides)
-        lse = q.new_empty(rows, dtype=torch.float32)
+        lse = make_lse()
         if launch is not None:
             launch(q, k, v, out, lse, as_bytes(mask), bias, in_order(kv_lengths), in_order(sink), None, None)
         return out, lse

@@ -379,18 +379,20 @@ def prepare_with(
     decode_and_merge = plans.decode.bound(device, *read, *made, torch.int32)
     merge = plans.merge.bound(device, torch.float32, others[2], of_q, torch.float32)
 
+    make_lse, make_parts = layout.maker(q, rows, torch.float32), layout.maker(q, (plans.parts,), torch.float32)
+
     def run(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, block_table: Tensor | None, sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         out = q.new_empty_strided(out_shape, own_strides)
-        lse = q.new_empty(rows, dtype=torch.float32)
+        lse = make_lse()
         if not table_in_order:
             block_table = in_order(block_table)
         tensors = (q, k_cache, v_cache, lengths.contiguous(), block_table, in_order(sink), out, lse)
         if plans.parts == 0:
             decode(*tensors, None, None)
             return out, lse
-        parts = q.new_empty(plans.parts, dtype=torch.float32)
+        parts = make_parts()
         if _merges_itself(q, plans):
             decode_and_merge(*tensors, parts, zeros(q, plans.tiles))
         else:

@@ -127,29 +127,28 @@ class Plan:
         """Launches of this plan on tensors of these dtypes; None where there is no tensor."""
         known = self._launches.get((device, *dtypes))
         if known is None:
-            known = self._launches[device, *dtypes] = Launch(self, device)
+            there = tuple(i for i, dtype in enumerate(dtypes) if dtype is not None)
+            known = self._launches[device, *dtypes] = Launch(self, device, there, len(dtypes))
         return known
 
 
 class Launch:
     """Launches of a plan with tensors on one device that differ in where they lie alone, not in their dtypes."""
 
-    __slots__ = ("_device", "_plan", "_ready")
+    __slots__ = ("_device", "_none", "_plan", "_ready", "_there")
 
-    def __init__(self, plan: Plan, device: int) -> None:
-        self._plan, self._device = plan, device
+    def __init__(self, plan: Plan, device: int, there: tuple[int, ...], count: int) -> None:
+        """there: which of the ``count`` tensors are not None."""
+        self._plan, self._device, self._there, self._none = plan, device, there, [None] * count
         self._ready: _Ready | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        addresses: list[int | None] = []
+        addresses: list[int | None] = self._none.copy()  # type: ignore[assignment]
         bits = 0  # of all the addresses together
-        for t in tensors:
-            if t is None:
-                addresses.append(None)
-            else:
-                address = t.data_ptr()
-                bits |= address
-                addresses.append(address)
+        for i in self._there:
+            address = tensors[i].data_ptr()  # type: ignore[union-attr]
+            bits |= address
+            addresses[i] = address
         plan, ready, device = self._plan, self._ready, self._device
         if ready is None or bits % _ALIGNMENT or device != torch._C._cuda_getDevice() or _hooked():
             kept = launch(

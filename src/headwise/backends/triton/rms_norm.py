@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwise import layout
 from headwise.backends.triton.launch import Plan, launch
 from headwise.backends.triton.rows import (
     Block,
@@ -52,7 +53,8 @@ def _forward_held(
     a = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     gain = _gain(weight, column, column < width, weight_offset, HAS_WEIGHT)
     r = tl.rsqrt(tl.sum(a * a, 1) / width + eps)  # [ROWS]
-    tl.store(rstd + row, r, mask=row < rows)
+    if rstd is not None:
+        tl.store(rstd + row, r, mask=row < rows)
     result = a * r[:, None] * gain[None, :]
     tl.store(y + row[:, None] * width + column[None, :], result.to(y.dtype.element_ty), mask=inside)
 
@@ -252,24 +254,46 @@ def rms_norm_forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset
 def prepare_rms_norm_forward(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float
 ) -> Callable[..., tuple[Tensor, Tensor]]:
+    return _prepare(True, x, weight, eps, weight_offset)
+
+
+rms_norm_forward.prepare = prepare_rms_norm_forward  # type: ignore[attr-defined]
+
+
+def rms_norm_output(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> Tensor:
+    """Without rstd, where nobody will ask for a gradient."""
+    return prepare_rms_norm_output(x, weight, eps, weight_offset)(x, weight)
+
+
+def prepare_rms_norm_output(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float
+) -> Callable[..., Tensor]:
+    both = _prepare(False, x, weight, eps, weight_offset)
+    return lambda x, weight: both(x, weight)[0]
+
+
+rms_norm_output.prepare = prepare_rms_norm_output  # type: ignore[attr-defined]
+
+
+def _prepare(
+    keeps_rstd: bool, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float
+) -> Callable[..., tuple[Tensor, Any]]:
     """What is left to do for calls that differ from this one in data and addresses alone, given their tensors."""
     shape, in_order = tuple(x.shape), x.is_contiguous()
     width = shape[-1]
     if x.numel() == 0 or not holds(width, x):  # how long rows are cut depends on their addresses too
         return lambda x, weight: _forward_long(x, weight, eps, weight_offset)
     plan = _held_plan(x.numel() // width, width, as_rows(x)[1], eps, weight_offset, weight is not None)
-    dtypes = (x.dtype, None if weight is None else weight.dtype, x.dtype, torch.float32)
-    launch = plan.bound(x.get_device(), *dtypes)
+    of_weight, of_rstd = None if weight is None else weight.dtype, torch.float32 if keeps_rstd else None
+    launch = plan.bound(x.get_device(), x.dtype, of_weight, x.dtype, of_rstd)
+    make_y, make_rstd = layout.maker(x, shape, x.dtype), layout.maker(x, shape[:-1], torch.float32)
 
-    def run(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        y, rstd = x.new_empty(shape), x.new_empty(shape[:-1], dtype=torch.float32)
+    def run(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        y, rstd = make_y(), make_rstd() if keeps_rstd else None
         launch(x if in_order else as_rows(x)[0], weight if weight is None else weight.contiguous(), y, rstd)
         return y, rstd
 
     return run
-
-
-rms_norm_forward.prepare = prepare_rms_norm_forward  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=4096)

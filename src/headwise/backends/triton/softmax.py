@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwise import layout
 from headwise.backends.triton.launch import Plan, launch
 from headwise.backends.triton.rows import (
     LOWEST,
@@ -178,9 +179,10 @@ def prepare_softmax_forward(x: Tensor) -> Callable[[Tensor], Tensor]:
     if x.numel() == 0 or not holds(width, x):  # how long rows are cut depends on their addresses too
         return _forward_long
     launch = _held_plan(x.numel() // width, width, as_rows(x)[1]).bound(x.get_device(), x.dtype, x.dtype)
+    make = layout.maker(x, shape, x.dtype)
 
     def run(x: Tensor) -> Tensor:
-        y = x.new_empty(shape)
+        y = make()
         launch(x if in_order else as_rows(x)[0], y)
         return y
 
