@@ -155,3 +155,21 @@ def test_results_of_decoding_may_be_changed_in_place(backend, tokens, paged):
     assert torch.equal(lse, lse_before + 1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out.sum(), q)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_output_is_the_same_whatever_else_is_asked_for(backend, dtype):
+    """What only a backward reads is left out where nobody will ask for a gradient."""
+    q, k, v = (_normal(backend, 2, 4, 37, 16, seed=i).to(dtype) for i in range(3))
+    x, weight = _normal(backend, 5, 48).to(dtype), _normal(backend, 48, seed=1).to(dtype)
+    for _ in range(2):  # the second time it is a call like an earlier one
+        alone = hw.attention(q, k, v, causal=True, backend=backend)
+        assert isinstance(alone, torch.Tensor)
+        with_lse, lse = hw.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+        assert lse.shape == q.shape[:3]
+        with_gradient = hw.attention(q.clone().requires_grad_(), k, v, causal=True, backend=backend)
+        with_gradient.sum().backward()
+        assert torch.equal(alone, with_lse)
+        assert torch.equal(alone, with_gradient)
+        normalised = hw.rms_norm(x, weight, backend=backend)
+        assert torch.equal(normalised, hw.rms_norm(x.clone().requires_grad_(), weight, backend=backend))

@@ -46,6 +46,12 @@ CALLS = {
     ),
     "attention, float32": ("attention_forward", (*[tensor(2, 4, 70, 32, dtype=torch.float32)] * 3, *NONE), (FLAGS,)),
     "attention, no queries": ("attention_forward", (tensor(2, 4, 0, 32), *[tensor(2, 4, 70, 32)] * 2, *NONE), (FLAGS,)),
+    "attention, output alone": ("attention_output", (*[tensor(2, 4, 70, 32)] * 3, *NONE), (FLAGS,)),
+    "attention, output alone, float32": (
+        "attention_output",
+        (*[tensor(2, 4, 70, 32, dtype=torch.float32)] * 3, *NONE),
+        (FLAGS,),
+    ),
     "decode": ("attention_decode", (tensor(2, 8, 32), CACHE, CACHE, LENGTHS, None, None), (FLAGS, 0)),
     "decode, some tokens": ("attention_decode", (tensor(2, 8, 3, 32), CACHE, CACHE, LENGTHS, None, None), (FLAGS, 4)),
     "decode, float32": (
@@ -60,6 +66,8 @@ CALLS = {
     ),
     "rms_norm": ("rms_norm_forward", (tensor(5, 7, 64), tensor(64)), (1e-6, 0.0)),
     "rms_norm, no weight, strides": ("rms_norm_forward", (tensor(7, 5, 64).transpose(0, 1), None), (1e-6, 0.0)),
+    "rms_norm, output alone": ("rms_norm_output", (tensor(5, 7, 64), tensor(64)), (1e-6, 0.0)),
+    "rms_norm, output alone, long rows": ("rms_norm_output", (tensor(500, 65536), tensor(65536)), (1e-6, 0.0)),
     "rms_norm, long rows": ("rms_norm_forward", (tensor(500, 65536), tensor(65536)), (1e-6, 0.0)),
     "softmax": ("softmax_forward", (tensor(5, 7, 64),), ()),
     "softmax, strides": ("softmax_forward", (tensor(7, 5, 64).transpose(0, 1),), ()),

@@ -88,9 +88,14 @@ class Operator:
         prepare_alone: Callable[..., Run] | None,
     ) -> None:  # fmt: skip
         self._op, self._run, self._prepare, self._prepare_alone = op, run, prepare, prepare_alone
+        self._function = function
         # Function.apply in Python looks for functorch's tensors before it calls this; there are none where it is called.
         self._apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
         self._places = _places_of_tensors(op)
+
+    def where_alone(self, prepare_alone: Callable[..., Run]) -> Operator:
+        """The same, prepared otherwise where no gradient will be asked for (see `define`)."""
+        return Operator(self._op, self._function, self._run, self._prepare, prepare_alone)
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling() or is_watched():

@@ -22,6 +22,7 @@ _WIDEST_HEAD = 512
 # launcher -> module of this folder
 LAUNCHERS = {
     "attention_forward": "attention_forward",
+    "attention_output": "attention_forward",
     "attention_backward": "attention_backward",
     "attention_varlen_forward": "attention_forward",
     "attention_varlen_backward": "attention_backward",

@@ -201,7 +201,8 @@ def _forward(
             result = tl.where(bad, float("nan"), result)
         out_base = out + tl.multiple_of(batch * o_b + head * o_h.to(tl.int64), ALIGN) + tile_start * o_s
         store_rows(out_base, lane, o_s, rows_inside, result, DV, BLOCK_DV)
-        tl.store(lse + (batch * heads + head) * q_length + tile_start + lane, row_lse, mask=rows_inside)
+        if lse is not None:
+            tl.store(lse + (batch * heads + head) * q_length + tile_start + lane, row_lse, mask=rows_inside)
 
 
 # What a model calls once it calls again and again: working a launch out costs as much as the launch.
@@ -242,39 +243,56 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, kv_lengths: Tensor | None,
     sink: Tensor | None, flags: Flags,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _prepare(q, k, v, mask, bias, kv_lengths, sink, flags)(q, k, v, mask, bias, kv_lengths, sink)
+    return _prepare(True, q, k, v, mask, bias, kv_lengths, sink, flags)(q, k, v, mask, bias, kv_lengths, sink)
 
 
 def prepare_attention_forward(q: Tensor, *others: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     if q.dtype == torch.float32:  # how it is multiplied is a switch of PyTorch's, to be asked for at every call
         flags = others[-1]
         return lambda *tensors: attention_forward(*(*tensors, flags))
-    return _prepare(q, *others)
+    return _prepare(True, q, *others)
 
 
 attention_forward.prepare = prepare_attention_forward  # type: ignore[attr-defined]
 
 
+def attention_output(*arguments: Any) -> Tensor:
+    """Without lse, where nobody will ask for it. The arguments of `attention_forward`."""
+    return prepare_attention_output(*arguments)(*arguments[:-1])
+
+
+def prepare_attention_output(q: Tensor, *others: Any) -> Callable[..., Tensor]:
+    both = prepare_attention_forward(q, *others) if q.dtype == torch.float32 else _prepare(False, q, *others)
+    return lambda *tensors: both(*tensors)[0]
+
+
+attention_output.prepare = prepare_attention_output  # type: ignore[attr-defined]
+
+
 def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, kv_lengths: Tensor | None,
-    sink: Tensor | None, flags: Flags,
-) -> Callable[..., tuple[Tensor, Tensor]]:  # fmt: skip
-    """What is left to do for calls that differ from this one in data and addresses alone, given their tensors."""
+    wants_lse: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None,
+    kv_lengths: Tensor | None, sink: Tensor | None, flags: Flags,
+) -> Callable[..., tuple[Tensor, Any]]:  # fmt: skip
+    """What is left to do for calls that differ from this one in data and addresses alone, given their tensors.
+
+    Without lse a small call costs the host a seventh less. The Hopper kernel, for larger ones, writes it anyway.
+    """
     rows = tuple(q.shape[:3])
     out_shape, out_strides = (*rows, v.shape[3]), layout.strides_like_heads(q, v.shape[3])
     make_lse = layout.maker(q, rows, torch.float32)
-    launch = None
-    if 0 not in rows:
-        launch = _prepare_launch(q, k, v, out_strides, as_bytes(mask), bias, kv_lengths, sink, None, None, 0, 0, flags)
+    if 0 in rows:
+        return lambda q, *others: (q.new_empty_strided(out_shape, out_strides), make_lse())
+    launch, writes_lse = _prepare_launch(
+        wants_lse, q, k, v, out_strides, as_bytes(mask), bias, kv_lengths, sink, None, None, 0, 0, flags
+    )
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, kv_lengths: Tensor | None,
         sink: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         out = q.new_empty_strided(out_shape, out_strides)
-        lse = make_lse()
-        if launch is not None:
-            launch(q, k, v, out, lse, as_bytes(mask), bias, in_order(kv_lengths), in_order(sink), None, None)
+        lse = make_lse() if writes_lse else None
+        launch(q, k, v, out, lse, as_bytes(mask), bias, in_order(kv_lengths), in_order(sink), None, None)
         return out, lse
 
     return run
@@ -291,24 +309,27 @@ def attention_varlen_forward(
         # One sequence of all tokens, heads outside, that the kernel cuts up.
         q, k, v, all_out = (x.transpose(0, 1)[None] for x in (q, k, v, out))
         cu_q, cu_k, sink = cu_q.contiguous(), cu_k.contiguous(), in_order(sink)
-        launch = _prepare_launch(q, k, v, all_out.stride(), None, None, None, sink, cu_q, cu_k, max_q, max_k, flags)
+        launch, _ = _prepare_launch(
+            True, q, k, v, all_out.stride(), None, None, None, sink, cu_q, cu_k, max_q, max_k, flags
+        )
         launch(q, k, v, all_out, lse, None, None, None, sink, cu_q, cu_k)
     return out, lse
 
 
 def _prepare_launch(
-    q: Tensor, k: Tensor, v: Tensor, out_strides: Strides, mask: Tensor | None, bias: Tensor | None,
+    wants_lse: bool, q: Tensor, k: Tensor, v: Tensor, out_strides: Strides, mask: Tensor | None, bias: Tensor | None,
     kv_lengths: Tensor | None, sink: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
     flags: Flags,
-) -> Callable[..., None]:  # fmt: skip
-    """What launches, given ``q, k, v, out, lse, mask, bias, kv_lengths, sink, cu_q, cu_k``."""
+) -> tuple[Callable[..., None], bool]:  # fmt: skip
+    """What launches, given ``q, k, v, out, lse, mask, bias, kv_lengths, sink, cu_q, cu_k``; and does it write lse?"""
     hopper_launch = (
         _hopper_forward()(q, k, v, out_strides, kv_lengths, sink, cu_q, cu_k, max_q, max_k, flags)
         if mask is None and bias is None and _for_hopper(q)
         else None
     )
     if hopper_launch is None:
-        return _prepare_plain(q, k, v, out_strides, mask, bias, kv_lengths, sink, cu_q, cu_k, max_q, max_k, flags)
+        others = (mask, bias, kv_lengths, sink, cu_q, cu_k, max_q, max_k, flags)
+        return _prepare_plain(wants_lse, q, k, v, out_strides, *others), wants_lse
     plain: Callable[..., None] | None = None
 
     def launch(*tensors: Any) -> None:
@@ -317,10 +338,11 @@ def _prepare_launch(
             return
         if plain is None:  # not before it is needed: it has limits that Hopper's kernel has not
             q, k, v, _, _, mask, bias, kv_lengths, sink, cu_q, cu_k = tensors
-            plain = _prepare_plain(q, k, v, out_strides, mask, bias, kv_lengths, sink, cu_q, cu_k, max_q, max_k, flags)
+            others = (mask, bias, kv_lengths, sink, cu_q, cu_k, max_q, max_k, flags)
+            plain = _prepare_plain(True, q, k, v, out_strides, *others)
         plain(*tensors)
 
-    return launch
+    return launch, True
 
 
 def _for_hopper(q: Tensor) -> bool:
@@ -336,7 +358,7 @@ def _hopper_forward() -> Callable[..., Callable[..., bool] | None]:
 
 
 def _prepare_plain(
-    q: Tensor, k: Tensor, v: Tensor, out_strides: Strides, mask: Tensor | None, bias: Tensor | None,
+    wants_lse: bool, q: Tensor, k: Tensor, v: Tensor, out_strides: Strides, mask: Tensor | None, bias: Tensor | None,
     kv_lengths: Tensor | None, sink: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int,
     flags: Flags,
 ) -> Callable[..., None]:  # fmt: skip
@@ -350,7 +372,7 @@ def _prepare_plain(
         precision, logit_unit(q.dtype),
     )  # fmt: skip
     others = (mask, bias, kv_lengths, sink, cu_q, cu_k)
-    dtypes = (q.dtype, torch.float32, *(x if x is None else x.dtype for x in others))
+    dtypes = (q.dtype, torch.float32 if wants_lse else None, *(x if x is None else x.dtype for x in others))
     if precision != "parts":
         return plan.bound(q.get_device(), q.dtype, k.dtype, v.dtype, *dtypes)
     of_parts = plan.bound(q.get_device(), *(torch.bfloat16,) * 3, *dtypes)

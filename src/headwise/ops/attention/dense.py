@@ -64,7 +64,7 @@ def attention(
     kind = _remembered.kind(
         "attention",
         (q, k, v, mask, bias, kv_lengths, sink),
-        (causal, window, scale, softcap, deterministic, backend),
+        (causal, window, scale, softcap, deterministic, return_lse, backend),
     )
     run = _remembered.recall(kind)
     if run is None:
@@ -73,8 +73,11 @@ def attention(
             softcap=softcap, sink=sink, deterministic=deterministic,
         )  # fmt: skip
         chosen = registry.choose(p.call, backend)
-        run = _remembered.keep(kind, _forward, q, k, v, p.mask, p.bias, kv_lengths, sink, *p.flags, chosen)
-    out, lse = run(q, k, v, _arguments.four_dims(mask), _arguments.four_dims(bias), kv_lengths, sink)
+        op = _forward if return_lse else _forward_without_lse
+        run = _remembered.keep(kind, op, q, k, v, p.mask, p.bias, kv_lengths, sink, *p.flags, chosen)
+    if mask is not None or bias is not None:
+        mask, bias = _arguments.four_dims(mask), _arguments.four_dims(bias)
+    out, lse = run(q, k, v, mask, bias, kv_lengths, sink)
     return (out, lse) if return_lse else out
 
 
@@ -187,16 +190,29 @@ def _prepare_backward(
     return prepared._replace(call=prepared.call._replace(launchers=(op,)))
 
 
-def _prepare_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, kv_lengths: Tensor | None,
-    sink: Tensor | None, left: int, right: int, scale: float, softcap: float, deterministic: bool, backend: str,
-) -> Callable[..., tuple[Tensor, Tensor]]:  # fmt: skip
+def _prepare_forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    return _prepare_launcher("attention_forward", *args)
+
+
+def _prepare_alone(*args: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Without lse, to make which costs the host as much as a seventh of a small call."""
+    if not registry.offers(args[-1], "attention_output"):
+        return _prepare_forward(*args)
+    launch = _prepare_launcher("attention_output", *args)
+    return lambda *tensors: (launch(*tensors), None)
+
+
+def _prepare_launcher(
+    launcher: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None,
+    kv_lengths: Tensor | None, sink: Tensor | None, left: int, right: int, scale: float, softcap: float,
+    deterministic: bool, backend: str,
+) -> Callable[..., Any]:  # fmt: skip
     flags = Flags(left, right, scale, softcap, deterministic)
 
-    def prepare(*tensors: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-        return registry.prepare(backend, "attention_forward", tensors, (flags,))
+    def prepare(*tensors: Any) -> Callable[..., Any]:
+        return registry.prepare(backend, launcher, tensors, (flags,))
 
-    def validate_and_launch(*tensors: Any) -> tuple[Tensor, Tensor]:
+    def validate_and_launch(*tensors: Any) -> Any:
         _device_values.in_range("attention", "kv_lengths", tensors[5], tensors[1].shape[2] + 1)
         return prepare(*tensors)(*tensors)
 
@@ -269,6 +285,7 @@ _forward = _library.define(
     save=_save,
     backward=_differentiate,
 )
+_forward_without_lse = _forward.where_alone(_prepare_alone)
 _backward = _library.define(
     "attention_backward",
     "(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, "
