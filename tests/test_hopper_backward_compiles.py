@@ -108,18 +108,9 @@ def test_backward_compiles_and_keeps_to_the_registers(name, tmp_path):
 
 
 ROWS = {
-    "prepare": {
-        "HAS_RIGHT": True,
-        "D": 192,
-        "WIDTH": 192,
-        "BLOCK_D": 256,
-        "ROWS": 64,
-        "SUMS": 4096,
-        "ALIGN": 8,
-        "SEARCH": 128,
-    },
-    "finish": {"HAS_RIGHT": True, "D": 192, "ROWS": 64, "COLUMNS": 64, "PIECES": 3, "ALIGN": 8, "SEARCH": 128},
-    "place_tiles": {"HAS_LEFT": True, "HAS_RIGHT": True, "ROWS": 64, "KEYS": 128, "SEARCH": 128},
+    "prepare": {"D": 192, "WIDTH": 192, "BLOCK_D": 256, "ROWS": 64, "SUMS": 4096, "ALIGN": 8},
+    "finish": {"D": 192, "ROWS": 64, "COLUMNS": 64, "PIECES": 3, "ALIGN": 8},
+    "place": {"HAS_LEFT": True, "HAS_RIGHT": True, "ROWS": 64, "KEYS": 128, "SEARCH": 128},
 }
 FLOATS = ("grad_lse", "lse", "sink", "stats", "sums", "sink_parts")
 INTS = ("cu_q", "cu_k", "turns", "ticket", "records")
@@ -130,8 +121,8 @@ HALVES = ("grad_out", "out", "dq")
 @pytest.mark.parametrize("name", ROWS)
 def test_kernels_around_it_compile(name, packed):
     kernel, constants = getattr(attention_backward_rows, name), dict(ROWS[name])
-    if not packed and name != "place_tiles":
-        constants |= {"cu_q": None, "cu_k": None}
+    if not packed and name != "place":
+        constants |= {"records": None}
     types = (
         dict.fromkeys(FLOATS, "*fp32")
         | dict.fromkeys(INTS, "*i32")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.backends.triton import hopper
+from headwise.backends.triton.hopper import attention_forward
 
 REPEATS = int(os.environ.get("HEADWISE_TEST_REPEATS", "10000"))
 DIMS = (64, 80, 96, 128, 192, 256)
@@ -144,6 +146,81 @@ def test_packed_sequences_do_not_touch_each_other(dim, causal):
     others[cu[4] : cu[5]] = False
     again, _ = hw.attention_varlen(q, k, v, cu, cu, 1000, 1000, **given)
     assert same_bits((again[others],), (out[others],))
+
+
+# Queries and keys of sequences: none of either, more of either, and last tiles of which one warpgroup has nothing.
+OTHER_LENGTHS = [
+    (1, 4),
+    (300, 250),
+    (0, 9),
+    (64, 64),
+    (128, 500),
+    (257, 257),
+    (63, 0),
+    (1000, 700),
+    (3, 3),
+    (70, 300),
+    (5, 900),
+]
+
+
+def offsets(lengths: Iterable[int]) -> Tensor:
+    return ints(0, *lengths).cumsum(0).int()
+
+
+@pytest.mark.parametrize(("sink", "programs"), [(False, None), (True, 3)], ids=["plain", "sink, few programs"])
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_packed_sequences_with_other_keys_and_nan_in_what_nobody_sees(dim, name, sink, programs, monkeypatch):
+    if programs is not None:
+        monkeypatch.setattr(attention_forward, "multiprocessors", lambda x: programs)
+    flags = FLAGS[name]
+    cu_q, cu_k = (offsets(lengths) for lengths in zip(*OTHER_LENGTHS, strict=True))
+    tokens, keys = int(cu_q[-1]) + 50, int(cu_k[-1]) + 50
+    q, k, v = normal(tokens, 16, dim, seed=1), normal(keys, 4, dim, seed=2), normal(keys, 4, dim, seed=3)
+    unseen = torch.ones(keys, dtype=torch.bool, device=q.device)
+    left = flags.get("window", (math.inf, 0))[0]
+    for i, (rows, here) in enumerate(OTHER_LENGTHS):
+        if rows:
+            unseen[cu_k[i] + int(max(here - rows - left, 0)) : cu_k[i + 1]] = False
+    k[unseen] = v[unseen] = math.nan
+    given = {"return_lse": True, "sink": normal(16, dtype=torch.float32) if sink else None, **flags}
+    call = (q, k, v, cu_q, cu_k, 1000, 900)
+    assert note("attention_varlen", *call, **given) == "forward: the Hopper kernel"
+    out, lse = hw.attention_varlen(*call, **given)
+    expected, expected_lse = plainly(hw.attention_varlen, *call, **given)
+    assert_close(out, expected, 5e-3)
+    assert torch.equal(lse.isinf(), expected_lse.isinf())
+    seen = expected_lse.isfinite()
+    assert (lse - expected_lse)[seen].abs().max() < 1e-3
+    again = hw.attention_varlen(*call, **given)
+    assert same_bits(again, (out, lse))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_more_packed_sequences_than_are_looked_at_in_one_go(causal):
+    cu = offsets(37 * i % 200 for i in range(300))
+    q, k, v = (normal(int(cu[-1]) + 5, heads, 128, seed=seed) for seed, heads in enumerate((8, 2, 2)))
+    call, given = (q, k, v, cu, cu, 199, 199), {"causal": causal, "return_lse": True}
+    out, lse = hw.attention_varlen(*call, **given)
+    expected, _ = plainly(hw.attention_varlen, *call, **given)
+    assert_close(out, expected, 5e-3)
+    assert not out[cu[-1] :].any()
+    assert bool((lse[:, cu[-1] :] == -math.inf).all())
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 200])
+def test_offsets_that_make_no_sense_give_nan(at):
+    cu = offsets([150] * 200)
+    q, k, v = (normal(int(cu[-1]), 8, 128, seed=seed) for seed in (1, 2, 3))
+    wrong = cu.clone()
+    wrong[at] = 10**6 if at else 1
+    for cu_q, cu_k in ((wrong, cu), (cu, wrong)):
+        out, lse = hw.attention_varlen(q, k, v, cu_q, cu_k, 150, 150, causal=True, return_lse=True)
+        assert bool(out.isnan().all())
+        assert bool(lse.isnan().all())
+    out, _ = hw.attention_varlen(q, k, v, cu, cu, 150, 150, causal=True, return_lse=True)  # the counter is as it was
+    assert not bool(out.isnan().any())
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -41,12 +41,13 @@ class ForwardRow(NamedTuple):
     widest: int
     tile: ForwardTile
     short: ForwardTile  # for sequences of up to SHORT queries
-    short_banded: ForwardTile  # for such sequences under a causal mask or a window
+    short_banded: ForwardTile  # under a causal mask or a window, for sequences of up to ``banded_up_to`` queries
     few: ForwardTile  # for longer sequences where there are few tiles: less than FEW for every multiprocessor
     # For sequences of up to SHORT queries, of up to MEDIUM under a causal mask or a window, if its queries are filled by
-    # nearly whole sequences and there are MANY tiles for every multiprocessor. Not for packed batches, of which the kernel
-    # alone knows the lengths.
+    # nearly whole sequences and there are MANY tiles for every multiprocessor. For packed batches, of which the kernel alone
+    # knows the lengths, in place of ``tile``.
     wide: ForwardTile | None = None
+    banded_up_to: int = 512
 
 
 SHORT, MEDIUM = 512, 2048
@@ -72,7 +73,7 @@ _256 = ForwardTile(2, 64, 128, 128, 2, 2, 1, one_o=True)
 FORWARD: tuple[ForwardRow, ...] = (
     ForwardRow(64, _64_THREE, _64_TWO, _64_SHORT, _64_TWO, _64_FOUR),
     ForwardRow(96, _96, _96, _96, _96),
-    ForwardRow(128, _128, _128._replace(keys_first=True), _128_SHORT, _128),
+    ForwardRow(128, _128, _128._replace(keys_first=True), _128_SHORT, _128, banded_up_to=1024),
     ForwardRow(192, _192, _192, _192, _192),
     ForwardRow(256, _256, _256, _256, _256),
 )
@@ -82,16 +83,17 @@ def forward_row(head_dim: int) -> ForwardRow | None:
     return next((row for row in FORWARD if head_dim <= row.widest), None)
 
 
-def forward_tile(head_dim: int, longest: int, packed: bool, banded: bool, tiles: int, processors: int) -> ForwardTile:
-    """For sequences of up to ``longest`` queries, ``tiles`` tiles of 128 queries in all."""
+def forward_tile(head_dim: int, length: int, packed: bool, banded: bool, tiles: int, processors: int) -> ForwardTile:
+    """For sequences of ``length`` queries (packed ones, on average), ``tiles`` tiles of 128 queries in all."""
     row = forward_row(head_dim)
     assert row is not None
-    if row.wide is not None and not packed and longest <= (MEDIUM if banded else SHORT):
+    short = length <= (row.banded_up_to if banded else SHORT)
+    if row.wide is not None and length <= (MEDIUM if banded else SHORT) and tiles >= MANY * processors:
         queries = 64 * row.wide.consumers
-        padded = -(-longest // queries) * queries
-        if 8 * longest >= 7 * padded and tiles >= MANY * processors:
+        padded = -(-length // queries) * queries
+        if (not short) if packed else 8 * length >= 7 * padded:
             return row.wide
-    if longest <= SHORT:
+    if short:
         return row.short_banded if banded else row.short
     return row.few if tiles < FEW * processors else row.tile
 
@@ -138,7 +140,7 @@ def covers_forward(
         return f"it was not measured with fewer than {LEAST_QUERIES} queries"
     if tiles_in_all(q_shape) < LEAST_TILES:
         return f"with fewer than {LEAST_TILES} tiles of 128 queries over all heads the plain kernel is faster"
-    if batch * heads * queries >= 2**31:
+    if batch * heads * queries >= 2**31 or (longest is not None and max(queries, keys) >= 2**30):
         return "it counts rows in 32 bits"
     for name, shape, of in zip(("q", "k", "v", "out"), (q_shape, k_shape, k_shape, q_shape), strides, strict=False):
         if any(n > 1 and (s % 8 or s <= 0) for n, s in zip(shape[:3], of[:3], strict=True)):

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from headwise.backends.triton.blocks import Strides, common_alignment
 from headwise.backends.triton.hopper.attention_backward_kernel import backward_kernel
-from headwise.backends.triton.hopper.attention_backward_rows import finish, place_tiles, prepare
+from headwise.backends.triton.hopper.attention_backward_rows import RECORD, finish, place, prepare
 from headwise.backends.triton.hopper.attention_backward_wide_kernel import wide_backward_kernel
 from headwise.backends.triton.hopper.backward_coverage import BackwardTile, covers_backward, tile_of
-from headwise.backends.triton.hopper.descriptors import Box, DescribedPlan
+from headwise.backends.triton.hopper.descriptors import Box, DescribedPlan, PackedBox
 from headwise.backends.triton.hopper.gluon_names import TensorDescriptor, gl
 from headwise.backends.triton.launch import launch
 from headwise.backends.triton.rows import multiprocessors
@@ -109,32 +109,30 @@ def attention_backward(
     all_blocks = batch * row_blocks
     stats = q.new_empty((heads * all_blocks * 2, tile.rows), dtype=torch.float32)
     sums = q.new_empty(heads * all_blocks * tile.rows * width, dtype=torch.float32)
-    turns = sink_parts = records = cu_q = cu_k = None
+    turns = sink_parts = records = of_rows = None
     counters = q.new_empty(4 + heads * all_blocks if flags.deterministic else 4, dtype=torch.int32)
     ticket = counters[:4]
     if flags.deterministic:
         turns = counters[4:]
     if need_sink_grad and sink is not None:
         sink_parts = q.new_empty((batch, heads, row_blocks), dtype=torch.float32)
-    longest, search = (0, 0), 128 if sequences <= 128 else 1024
     if packed is not None:
-        cu_q, cu_k, longest = packed.cu_q, packed.cu_k, (packed.longest_q, packed.longest_k)
-        records = q.new_empty((tiles, 8), dtype=torch.int32)
+        records = q.new_empty((tiles + row_blocks, RECORD.value), dtype=torch.int32)
+        of_rows = records[tiles:]
         launch(
-            place_tiles,
-            (tiles, 1, 1),
-            (cu_q, cu_k, records),
-            (sequences, rows, keys, *longest, left, right),
-            (left >= 0, right >= 0, tile.rows, tile.keys, search),
+            place,
+            (tiles + row_blocks, 1, 1),
+            (packed.cu_q, packed.cu_k, records),
+            (tiles, sequences, rows, keys, packed.longest_q, packed.longest_k, left, right),
+            (left >= 0, right >= 0, tile.rows, tile.keys, 128 if sequences <= 128 else 1024),
         )
     align = common_alignment(q.element_size(), out.stride(), grad_out.stride(), dq.stride())
     launch(
         prepare,
         (row_blocks * heads * batch, 1, 1),
-        (grad_out, grad_lse, out, lse, sink, cu_q, cu_k, stats, sums, turns, ticket, sink_parts),
-        (rows, keys, heads, row_blocks, all_blocks, lse_rows, empty_rows, sequences, *longest, right, *out.stride()[:3],
-         *grad_out.stride()[:3]),
-        (right >= 0, v.shape[3], width, _power_of_two(width), tile.rows, _ZEROS, align, search),
+        (grad_out, grad_lse, out, lse, sink, of_rows, stats, sums, turns, ticket, sink_parts),
+        (rows, heads, row_blocks, all_blocks, lse_rows, empty_rows, *out.stride()[:3], *grad_out.stride()[:3]),
+        (v.shape[3], width, _power_of_two(width), tile.rows, _ZEROS, align),
     )  # fmt: skip
     plan = _plan(
         tile, width, tiles, row_blocks, packed is not None, q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride(),
@@ -146,9 +144,9 @@ def attention_backward(
     launch(
         finish,
         (pieces * row_blocks * heads * batch, 1, 1),
-        (sums, turns, cu_q, cu_k, dq),
-        (rows, keys, heads, row_blocks, all_blocks, sequences, *longest, right, *dq.stride()[:3], flags.scale),
-        (right >= 0, dim, tile.rows, columns, pieces, align, search),
+        (sums, turns, of_rows, dq),
+        (rows, heads, row_blocks, all_blocks, *dq.stride()[:3], flags.scale),
+        (dim, tile.rows, columns, pieces, align),
     )
     if sink_parts is None or sink is None:
         return q.new_empty(0)
@@ -171,7 +169,7 @@ def _plan(
     key_heads, keys = k_shape[1:3]
     cap = flags.softcap
     score_scale = 2 * _LOG2E * flags.scale / cap if cap else _LOG2E * flags.scale
-    make = _PackedBox if packed else Box
+    make = PackedBox if packed else Box
     of_rows, of_keys = make(tile.rows, _power_of_two(width)), make(tile.keys, _power_of_two(width))
     boxes = (of_rows, of_keys, of_keys, of_rows, _StatsBox(tile.rows), of_keys, of_keys)
     together = _heads_together(flags.deterministic, left, right, tiles, row_blocks, batch * key_heads, processors)
@@ -210,26 +208,3 @@ class _StatsBox(NamedTuple):
 
     def descriptor(self, x: Tensor) -> TensorDescriptor:
         return TensorDescriptor(x, list(x.shape), [self.rows, 1], [1, self.rows], gl.NVMMASharedLayout(0, 32, 2))
-
-
-class _PackedBox(NamedTuple):
-    """Rows of one sequence of ``(1, H, T, D)``: what is past its end is not read (zeros) and not written.
-
-    Two dims go before the others, with steps so long that an address comes round: 2³⁰ (2³⁴ - s) + e s + (2³⁰ - n + i) s is
-    (e - n + i) s modulo 2⁶⁴, and the third dim ends at 2³⁰: at i = n.
-    """
-
-    rows: int
-    width: int
-
-    def descriptor(self, x: Tensor) -> TensorDescriptor:
-        _, heads, tokens, dim = x.shape
-        _, head, token, _ = x.stride()
-        # Where there is one of something, any step will do that TMA takes.
-        head, token = head if heads > 1 else dim, token if tokens > 1 else dim
-        endless = 0x7FFF0000
-        layout = gl.NVMMASharedLayout(min(128, self.width * x.element_size()), 8 * x.element_size(), 5)
-        return TensorDescriptor(
-            x, [endless, endless, 2**30, heads, dim], [2**34 - token, token, token, head, 1],
-            [1, 1, self.rows, 1, self.width], layout,
-        )  # fmt: skip

@@ -41,7 +41,6 @@ from headwise.backends.triton.hopper.attention_backward_parts import (
     pass_turns,
     produce,
     score_gradients,
-    store_keys,
     weights_of,
 )
 from headwise.backends.triton.hopper.gluon_names import (
@@ -53,6 +52,7 @@ from headwise.backends.triton.hopper.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from headwise.backends.triton.hopper.sequence_rows import store_rows
 
 
 @gluon.jit
@@ -213,9 +213,9 @@ def _consume(
         fence_async_shared()
         all_consumers("bar.sync 8, 256")
         if HALF == 0:
-            store_keys(dv_desc, batch, head, key0, keys, n * X.keys, v_s.index(place), X.packed)
+            store_rows(dv_desc, batch, head, key0, keys, n * X.keys, 0, v_s.index(place), X.packed)
         else:
-            store_keys(dk_desc, batch, head, key0, keys, n * X.keys, k_s.index(place), X.packed)
+            store_rows(dk_desc, batch, head, key0, keys, n * X.keys, 0, k_s.index(place), X.packed)
         count += 1
         batch, head, key0, _, rows, keys, n, block0, begin, end, whole_begin, whole_end, edge, poison = next_tile(
             mail, mail_full, mail_empty, count, 4

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from headwise.backends.triton.hopper.attention_backward_rows import RECORD
 from headwise.backends.triton.hopper.gluon_names import (
     constexpr_function,
     gl,
     gluon,
     load_tile,
     mbarrier,
-    store_tile,
     thread_barrier,
 )
+from headwise.backends.triton.hopper.sequence_rows import load_rows
 from headwise.backends.triton.hopper.variants import Constants
 
-# Descriptors of packed tensors have two dims more, after whose last element an address comes round: (far, end of the
-# sequence, far - length + row) is the row, and past the bounds of the third dim after the sequence's end. See `_PackedBox`.
-_FAR = gl.constexpr(2**30)
 MAIL = gl.constexpr(2)  # tiles on their way from the warp that draws them to the others
 FIELDS = gl.constexpr(14)  # what they are told of a tile: `_tile_of`
 
@@ -158,7 +156,7 @@ def _tile_of(tile, where, X: gl.constexpr):
     BN: gl.constexpr = X.keys
     poison = tile * 0
     if X.packed:
-        record = records + (tile // key_heads) * 8
+        record = records + (tile // key_heads) * RECORD
         head = tile % key_heads
         batch = tile * 0
         first_row = gl.load(record)
@@ -253,31 +251,14 @@ def _field(mail, at, FIELD: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _load(desc, batch, head, first, length, row, barrier, buffer, PACKED: gl.constexpr):
-    """Rows ``row`` and on of a sequence of ``length`` rows; zeros past its end."""
-    if PACKED:
-        load_tile(desc, [_FAR, first + length, _FAR - length + row, head, 0], barrier, buffer)
-    else:
-        load_tile(desc, [batch, head, row, 0], barrier, buffer)
-
-
-@gluon.jit
-def store_keys(desc, batch, head, first, length, row, buffer, PACKED: gl.constexpr):
-    if PACKED:
-        store_tile(desc, [_FAR, first + length, _FAR - length + row, head, 0], buffer)
-    else:
-        store_tile(desc, [batch, head, row, 0], buffer)
-
-
-@gluon.jit
 def _load_keys(k_desc, v_desc, k_s, v_s, full, empty, batch, head, first, keys, row, count, X: gl.constexpr):
     """K and V of the ``count``-th tile of this program."""
     at = count % X.kv_stages
     arrived = full.index(at)
     mbarrier.wait(empty.index(at), ((count // X.kv_stages) & 1) ^ 1)
     mbarrier.expect(arrived, 2 * X.keys * k_desc.block_shape[-1] * 2)
-    _load(k_desc, batch, head, first, keys, row, arrived, k_s.index(at), X.packed)
-    _load(v_desc, batch, head, first, keys, row, arrived, v_s.index(at), X.packed)
+    load_rows(k_desc, batch, head, first, keys, row, 0, arrived, k_s.index(at), X.packed)
+    load_rows(v_desc, batch, head, first, keys, row, 0, arrived, v_s.index(at), X.packed)
 
 
 @gluon.jit
@@ -313,12 +294,12 @@ def produce(descriptors, buffers, mail, ticket, barriers, where, X: gl.constexpr
                     mbarrier.wait(do_empty.index(stage), phase ^ 1)
                     arrived = do_full.index(stage)
                     mbarrier.expect(arrived, BYTES)
-                    _load(do_desc, batch, q_head, row0, rows, m * BM, arrived, do_s.index(stage), X.packed)
+                    load_rows(do_desc, batch, q_head, row0, rows, m * BM, 0, arrived, do_s.index(stage), X.packed)
                     load_tile(stats_desc, [at + 1, 0], arrived, delta_s.index(stage))
                     mbarrier.wait(q_empty.index(stage), phase ^ 1)
                     arrived = q_full.index(stage)
                     mbarrier.expect(arrived, BYTES)
-                    _load(q_desc, batch, q_head, row0, rows, m * BM, arrived, q_s.index(stage), X.packed)
+                    load_rows(q_desc, batch, q_head, row0, rows, m * BM, 0, arrived, q_s.index(stage), X.packed)
                     load_tile(stats_desc, [at, 0], arrived, lse_s.index(stage))
                     # After the first q: these places may still be taken by the tile before.
                     if (member == 0) & (i == 0):

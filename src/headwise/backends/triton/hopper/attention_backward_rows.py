@@ -11,42 +11,37 @@ import triton.language as tl
 
 from headwise.backends.triton.scores import LOG2E, packed_tile
 
+RECORD = tl.constexpr(8)  # numbers that tell of a tile of keys, or of a block of rows, of a packed batch
+
 
 @triton.jit
-def _rows_of(
-    block, batch, cu_q, cu_k, rows, keys, row_blocks, sequences, longest_q, longest_k, right,
-    HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr, SEARCH: tl.constexpr,
-):  # fmt: skip
+def _rows_of(block, batch, records, rows, row_blocks):
     """(first row of a sequence, its rows, number of the block in it, its place among all blocks, bad offsets?)
 
-    Rows at the beginning that see nothing are left out. (Of a dense call, the host leaves them out.)
+    Rows at the beginning that see nothing are left out: of a dense call, by the host, and of a packed batch, in `records`.
     """
     first = tl.full((), 0, tl.int64)
     place = batch * row_blocks + block
     bad = False
-    if cu_q is not None:
-        first, rows, _, keys, block, bad = packed_tile(
-            block, cu_q, cu_k, sequences, rows, keys, longest_q, longest_k, ROWS, SEARCH
-        )
-        if HAS_RIGHT:
-            empty = tl.where(bad | (keys == 0), 0, tl.maximum(rows - keys - right, 0))
-            first += empty
-            rows -= empty
+    if records is not None:
+        record = records + block * RECORD
+        first = tl.load(record).to(tl.int64)
+        rows = tl.load(record + 1)
+        block = tl.load(record + 2)
+        bad = tl.load(record + 3) != 0
     return first, rows, block, place, bad
 
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "keys", "heads", "row_blocks", "all_blocks", "lse_rows", "lse_first", "sequences", "longest_q", "longest_k",
-        "right", "o_b", "o_h", "g_b", "g_h",
+        "rows", "heads", "row_blocks", "all_blocks", "lse_rows", "lse_first", "o_b", "o_h", "g_b", "g_h",
     ]
 )  # fmt: skip
 def prepare(
-    grad_out, grad_lse, out, lse, sink, cu_q, cu_k, stats, sums, turns, ticket, sink_parts,
-    rows, keys, heads, row_blocks, all_blocks, lse_rows, lse_first, sequences, longest_q, longest_k, right,
-    o_b, o_h, o_s, g_b, g_h, g_s,
-    HAS_RIGHT: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    SUMS: tl.constexpr, ALIGN: tl.constexpr, SEARCH: tl.constexpr,
+    grad_out, grad_lse, out, lse, sink, records, stats, sums, turns, ticket, sink_parts,
+    rows, heads, row_blocks, all_blocks, lse_rows, lse_first, o_b, o_h, o_s, g_b, g_h, g_s,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of a head: (lse · log2 e, delta) for the kernel; its turn set to 0, or its sums of dQ to zeros.
 
@@ -55,10 +50,7 @@ def prepare(
     program = tl.program_id(0)
     head = (program // row_blocks) % heads
     batch = (program // row_blocks // heads).to(tl.int64)
-    start, rows, block, place, _ = _rows_of(
-        program % row_blocks, batch, cu_q, cu_k, rows, keys, row_blocks, sequences, longest_q, longest_k, right,
-        HAS_RIGHT, ROWS, SEARCH,
-    )  # fmt: skip
+    start, rows, block, place, _ = _rows_of(program % row_blocks, batch, records, rows, row_blocks)
     lane = tl.arange(0, ROWS)
     row = block * ROWS + lane
     inside = row < rows
@@ -93,32 +85,24 @@ def prepare(
         tl.store(sink_parts + program, of_sink)  # [B, Hq, blocks]
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rows", "keys", "heads", "row_blocks", "all_blocks", "sequences", "longest_q", "longest_k", "right", "dq_b", "dq_h",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["rows", "heads", "row_blocks", "all_blocks", "dq_b", "dq_h"])
 def finish(
-    sums, turns, cu_q, cu_k, dq,
-    rows, keys, heads, row_blocks, all_blocks, sequences, longest_q, longest_k, right, dq_b, dq_h, dq_s, scale,
-    HAS_RIGHT: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
-    ALIGN: tl.constexpr, SEARCH: tl.constexpr,
+    sums, turns, records, dq,
+    rows, heads, row_blocks, all_blocks, dq_b, dq_h, dq_s, scale,
+    D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """A piece of a block of dQ: ``[64, COLUMNS]`` sums, in the order of a warpgroup's registers, as rows in dq's dtype."""
     program = tl.program_id(0)
     piece = program % PIECES
     head = (program // PIECES // row_blocks) % heads
     batch = (program // PIECES // row_blocks // heads).to(tl.int64)
-    start, rows, block, place, bad = _rows_of(
-        (program // PIECES) % row_blocks, batch, cu_q, cu_k, rows, keys, row_blocks, sequences, longest_q, longest_k,
-        right, HAS_RIGHT, ROWS, SEARCH,
-    )  # fmt: skip
+    start, rows, block, place, bad = _rows_of((program // PIECES) % row_blocks, batch, records, rows, row_blocks)
     if block * ROWS < rows:
         padded = head.to(tl.int64) * all_blocks + place
         flat = tl.load(sums + (padded * PIECES + piece) * (64 * COLUMNS) + tl.arange(0, 64 * COLUMNS))
         if turns is not None:
             flat = tl.where(tl.load(turns + padded) > 0, flat, 0.0)  # nobody has stored there
-        if cu_q is not None:
+        if records is not None:
             flat = tl.where(bad, float("nan"), flat)
         tile = tl.reshape(flat * scale, [4, COLUMNS // 8, 8, 4, 2, 2])
         tile = tl.reshape(tl.permute(tile, (0, 4, 2, 1, 3, 5)), [64, COLUMNS])
@@ -133,17 +117,54 @@ def finish(
         tl.store(at, tile.to(dq.dtype.element_ty), mask=(row < rows)[:, None] & (d < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["sequences", "q_total", "k_total", "longest_q", "longest_k", "left", "right"])
-def place_tiles(
+@triton.jit(do_not_specialize=["tiles", "sequences", "q_total", "k_total", "longest_q", "longest_k", "left", "right"])
+def place(
     cu_q, cu_k, records,
-    sequences, q_total, k_total, longest_q, longest_k, left, right,
+    tiles, sequences, q_total, k_total, longest_q, longest_k, left, right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Where a tile of keys of a packed batch lies, without the rows that see nothing and the keys that nothing sees.
+    """Where the ``tiles`` tiles of keys of a packed batch lie, and after them its blocks of rows: a record each."""
+    program = tl.program_id(0)
+    if program < tiles:
+        _place_tile(
+            program, cu_q, cu_k, records + program * RECORD, sequences, q_total, k_total, longest_q, longest_k, left, right,
+            HAS_LEFT, HAS_RIGHT, ROWS, KEYS, SEARCH,
+        )  # fmt: skip
+    else:
+        _place_rows(
+            program - tiles, cu_q, cu_k, records + program * RECORD, sequences, q_total, k_total, longest_q, longest_k,
+            right, HAS_RIGHT, ROWS, SEARCH,
+        )  # fmt: skip
+
+
+@triton.jit
+def _place_rows(
+    block, cu_q, cu_k, record, sequences, q_total, k_total, longest_q, longest_k, right,
+    HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr, SEARCH: tl.constexpr,
+):  # fmt: skip
+    """Without the rows that see nothing: (first row, rows, number of the block, bad offsets?)"""
+    first, rows, _, keys, block, bad = packed_tile(
+        block, cu_q, cu_k, sequences, q_total, k_total, longest_q, longest_k, ROWS, SEARCH
+    )
+    if HAS_RIGHT:
+        empty = tl.where(bad | (keys == 0), 0, tl.maximum(rows - keys - right, 0))
+        first += empty
+        rows -= empty
+    tl.store(record, first.to(tl.int32))
+    tl.store(record + 1, rows)
+    tl.store(record + 2, block.to(tl.int32))
+    tl.store(record + 3, bad.to(tl.int32))
+
+
+@triton.jit
+def _place_tile(
+    entry, cu_q, cu_k, record, sequences, q_total, k_total, longest_q, longest_k, left, right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SEARCH: tl.constexpr,
+):  # fmt: skip
+    """Without the rows that see nothing and the keys that nothing sees:
 
     (first row, rows, first key, keys, number of the tile, first block of rows, zero or NaN as bits)
     """
-    entry = tl.program_id(0)
     k_start, keys, q_start, rows, n, bad = packed_tile(
         entry, cu_k, cu_q, sequences, k_total, q_total, longest_k, longest_q, KEYS, SEARCH
     )
@@ -167,11 +188,10 @@ def place_tiles(
             hidden = tl.where(rows > 0, tl.maximum(keys - rows - left, 0), 0)
             k_start += hidden
             keys -= hidden
-    base = records + entry * 8
-    tl.store(base, q_start.to(tl.int32))
-    tl.store(base + 1, tl.where(keys > 0, rows, 0))
-    tl.store(base + 2, k_start.to(tl.int32))
-    tl.store(base + 3, keys)
-    tl.store(base + 4, n.to(tl.int32))
-    tl.store(base + 5, blocks)
-    tl.store(base + 6, tl.where(bad, 0x7FC00000, 0))
+    tl.store(record, q_start.to(tl.int32))
+    tl.store(record + 1, tl.where(keys > 0, rows, 0))
+    tl.store(record + 2, k_start.to(tl.int32))
+    tl.store(record + 3, keys)
+    tl.store(record + 4, n.to(tl.int32))
+    tl.store(record + 5, blocks)
+    tl.store(record + 6, tl.where(bad, 0x7FC00000, 0))

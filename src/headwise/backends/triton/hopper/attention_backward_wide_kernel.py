@@ -36,7 +36,6 @@ from headwise.backends.triton.hopper.attention_backward_parts import (
     pass_turns,
     produce,
     score_gradients,
-    store_keys,
     weights_of,
 )
 from headwise.backends.triton.hopper.gluon_names import (
@@ -50,6 +49,7 @@ from headwise.backends.triton.hopper.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from headwise.backends.triton.hopper.sequence_rows import store_rows
 
 _D0 = gl.constexpr(128)  # the first piece of a head dim
 _SUMS = gl.constexpr(64)  # columns of dQ that are added at once
@@ -143,7 +143,7 @@ def _weigh(dv_desc, buffers, p_s, mail, barriers, where, numbers, X: gl.constexp
         # The place of V is free when `derive` is here, that of K when `spread` is.
         all_consumers("bar.sync 8, 384")
         _store_gradient(dv0, dv1, v_s, D1)
-        store_keys(dv_desc, batch, head, key0, keys, n * X.keys, v_s.index(0), X.packed)
+        store_rows(dv_desc, batch, head, key0, keys, n * X.keys, 0, v_s.index(0), X.packed)
         wait_for_stores(0)
         mbarrier.arrive(kv_empty.index(0))
         count += 1
@@ -210,7 +210,7 @@ def _derive(dk_desc, buffers, p_s, ds_s, mail, barriers, where, numbers, X: gl.c
             dk1 += poison.to(gl.float32, bitcast=True)
         all_consumers("bar.sync 8, 384")
         _store_gradient(dk0, dk1, k_s, D1)
-        store_keys(dk_desc, batch, head, key0, keys, n * X.keys, k_s.index(0), X.packed)
+        store_rows(dk_desc, batch, head, key0, keys, n * X.keys, 0, k_s.index(0), X.packed)
         wait_for_stores(0)
         mbarrier.arrive(kv_empty.index(0))
         count += 1

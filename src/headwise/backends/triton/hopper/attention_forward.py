@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.backends.triton.counters import zeros
 from headwise.backends.triton.hopper import ForwardTile, Strides, covers_forward, forward_tile, tiles_in_all
-from headwise.backends.triton.hopper.descriptors import Box, DescribedPlan
+from headwise.backends.triton.hopper.descriptors import Box, DescribedPlan, PackedBox
 from headwise.backends.triton.hopper.forward_kernel import forward
 from headwise.backends.triton.hopper.schedule import Variant
 from headwise.backends.triton.rows import multiprocessors
@@ -43,6 +43,7 @@ def _plan(
     key_heads, k_length = k_shape[1:3]
     packed = sequences is not None
     longest = min(max_q, q_length) if packed else q_length
+    length = longest if not sequences else min(longest, -(-q_length // sequences))  # what a sequence has, on average
     if tile is None:
         reason = covers_forward(
             dtype, q_shape, k_shape, value_dim, strides, False, longest if packed else None, flags.right, flags.softcap
@@ -50,10 +51,10 @@ def _plan(
         if reason is not None:
             return None
         banded = flags.left >= 0 or flags.right >= 0
-        tile = forward_tile(head_dim, longest, packed, banded, tiles_in_all(q_shape), processors)
+        tile = forward_tile(head_dim, length, packed, banded, tiles_in_all(q_shape), processors)
     queries, group = _ROWS * tile.consumers, heads // key_heads
-    tiles = -(-q_length // queries) if sequences is None else q_length // queries + sequences + 1
-    works = tiles * heads * batch
+    tiles = -(-q_length // queries)
+    works = tiles * heads * batch  # of a packed batch, at least so many: the kernel counts them
     # In groups of about the same size.
     fitting = max(_L2_SHARE // (4 * k_length * head_dim), _HEADS_AT_ONCE) * group
     groups = -(-batch * heads // min(fitting, batch * heads))
@@ -63,8 +64,9 @@ def _plan(
     unit, inner = flags.scale * _LOG2E, 1.0
     if flags.softcap:
         unit, inner = flags.softcap * _LOG2E, 2.0 * _LOG2E * flags.scale / flags.softcap
-    rows, keys = Box(_ROWS, tile.d0), Box(tile.keys, tile.d0)
-    more_rows, more_keys = Box(_ROWS, tile.d1), Box(tile.keys, tile.d1)
+    box = PackedBox if packed else Box
+    rows, keys = box(_ROWS, tile.d0), box(tile.keys, tile.d0)
+    more_rows, more_keys = box(_ROWS, tile.d1), box(tile.keys, tile.d1)
     second = tile.d1 > 0
     return DescribedPlan(
         forward,
@@ -75,8 +77,7 @@ def _plan(
             (_OUT, more_rows) if second and not tile.one_o else None,
         ),
         (
-            q_length, k_length, heads, group, tiles, works, at_once, left, right, sequences or 0, max_q, max_k,
-            strides[_OUT][1], strides[_OUT][2], head_dim, unit, inner,
+            q_length, k_length, heads, group, tiles, works, at_once, left, right, sequences or 0, max_q, max_k, unit, inner,
         ),
         Variant(
             has_left=left >= 0, has_right=right >= 0, has_cap=flags.softcap > 0, packed=packed,
@@ -101,7 +102,7 @@ def prepare_forward(
     if plan is None:
         return None
     others = [x if x is None else x.dtype for x in (sink, kv_lengths, cu_q, cu_k)]
-    planned = plan.bound(q.get_device(), q.dtype, q.dtype, torch.float32, *others, torch.int32)
+    planned = plan.bound(q.get_device(), q.dtype, torch.float32, *others, torch.int32)
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: None, bias: None, kv_lengths: Tensor | None,
@@ -109,7 +110,7 @@ def prepare_forward(
     ) -> bool:  # fmt: skip
         if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % _ALIGNMENT:
             return False
-        planned((q, k, v, out), (out, lse, sink, kv_lengths, cu_q, cu_k, zeros(q, 1)))
+        planned((q, k, v, out), (lse, sink, kv_lengths, cu_q, cu_k, zeros(q, 1)))
         return True
 
     return launch

@@ -39,6 +39,29 @@ class Box(NamedTuple):
         return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, self.rows, self.width], layout)
 
 
+class PackedBox(NamedTuple):
+    """Rows of one sequence of ``(1, H, T, D)``: what is past its end is not read (zeros) and not written.
+
+    Two dims go before the others, with steps so long that an address comes round: 2³⁰ (2³⁴ - s) + e s + (2³⁰ - n + i) s is
+    (e - n + i) s modulo 2⁶⁴, and the third dim ends at 2³⁰: at i = n.
+    """
+
+    rows: int
+    width: int
+
+    def descriptor(self, x: Tensor) -> TensorDescriptor:
+        _, heads, tokens, dim = x.shape
+        _, head, token, _ = x.stride()
+        # Where there is one of something, any step will do that TMA takes.
+        head, token = head if heads > 1 else dim, token if tokens > 1 else dim
+        endless = 0x7FFF0000
+        layout = gl.NVMMASharedLayout(min(128, self.width * x.element_size()), 8 * x.element_size(), 5)
+        return TensorDescriptor(
+            x, [endless, endless, 2**30, heads, dim], [2**34 - token, token, token, head, 1],
+            [1, 1, self.rows, 1, self.width], layout,
+        )  # fmt: skip
+
+
 class _Ready(NamedTuple):
     """A compiled kernel past the Python of Triton's launcher, and what it was compiled to know of its descriptors."""
 

@@ -6,7 +6,7 @@ queries; it issues q·kᵀ of one block of keys before it adds up weights·v of 
 while the tensor cores work on the other's products.
 """
 
-# ruff: noqa: RUF059  (kernels unpack the tuples they are given and use what they need)
+# ruff: noqa: RUF005, RUF059  (Gluon has no starred lists; kernels unpack the tuples they are given)
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from headwise.backends.triton.hopper.gluon_names import (
     gl,
     gluon,
     mbarrier,
-    store_tile,
     thread_barrier,
     wait_for_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from headwise.backends.triton.hopper.loading import produce
-from headwise.backends.triton.hopper.schedule import FIELDS, MAIL, ROWS, block_range, constants, read
+from headwise.backends.triton.hopper.schedule import FIELDS, MAIL, ROWS, block_range, constants, from_first_lane, read
+from headwise.backends.triton.hopper.sequence_rows import store_rows
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -130,14 +130,6 @@ def _lane_sums(p, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _same(x):
-    """The same number, but ptxas does not know that it is."""
-    return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _visit(
     block, count, whole, whole_past, highest, total, acc0, acc1, weights, blocks, q_at, zeros, row, offset, keys, left,
     right, unit, inner, shared, barriers, MASK: gl.constexpr,
@@ -219,17 +211,10 @@ def _scaled(acc, factor, X: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(out, values, start, row, rows, stride, column, head_dim, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
-    """The rows of a tile that are there, from the registers."""
-    lane = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    d = column + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    at = out + (start + lane).to(gl.int64)[:, None] * stride + d[None, :]
-    gl.store(at, values.to(out.dtype.element_ty), mask=(lane < rows)[:, None] & (d < head_dim)[None, :])
-
-
-@gluon.jit
-def _store_tile(o0, o1, acc0, acc1, batch, head, token, o0_s, o1_s, C: gl.constexpr, X: gl.constexpr):
-    """A tile of the output through shared memory; rows and columns past the tensor are left out."""
+def _store_tile(
+    o0, o1, acc0, acc1, batch, head, start, rows, row, o0_s, o1_s, C: gl.constexpr, X: gl.constexpr
+):  # fmt: skip
+    """A tile of the output through shared memory; rows past the sequence and columns past the tensor are left out."""
     wait_for_stores(0)  # of the tile before
     thread_barrier()
     o0_s.index(C).reshape([ROWS, X.d0]).store(acc0.to(o0_s.dtype))
@@ -237,7 +222,7 @@ def _store_tile(o0, o1, acc0, acc1, batch, head, token, o0_s, o1_s, C: gl.conste
         o1_s.index(C).reshape([ROWS, X.d1]).store(acc1.to(o0_s.dtype))
     fence_async_shared()
     thread_barrier()
-    store_tile(o0, [batch, head, token, 0], o0_s.index(C))
+    store_rows(o0, batch, head, start, rows, row, 0, o0_s.index(C), X.packed)
     if X.d1 > 0:
         if X.one_o:
             wait_for_stores(0)
@@ -245,9 +230,9 @@ def _store_tile(o0, o1, acc0, acc1, batch, head, token, o0_s, o1_s, C: gl.conste
             o0_s.index(C).reshape([ROWS, X.d1]).store(acc1.to(o0_s.dtype))
             fence_async_shared()
             thread_barrier()
-            store_tile(o0, [batch, head, token, X.d0], o0_s.index(C))
+            store_rows(o0, batch, head, start, rows, row, X.d0, o0_s.index(C), X.packed)
         else:
-            store_tile(o1, [batch, head, token, X.d0], o1_s.index(C))
+            store_rows(o1, batch, head, start, rows, row, X.d0, o1_s.index(C), X.packed)
 
 
 @gluon.jit
@@ -263,6 +248,10 @@ def _ranges(tile_row, row, rows, keys, left, right, X: gl.constexpr):
         lowest, past = block_range(row, rows, ROWS, offset, keys, left, right, X)
         past = gl.minimum(gl.maximum(past, tile_lowest + 1), tile_past)
         lowest = gl.maximum(gl.minimum(lowest, past - 1), tile_lowest)
+    if X.packed:  # without queries it visits one block, the first
+        none = row >= rows
+        lowest = gl.where(none, tile_past - 1, lowest)
+        past = gl.where(none, tile_past, past)
     whole, whole_past = lowest, keys // X.keys
     if X.has_right:
         whole_past = gl.maximum(gl.minimum(row + offset + right + 1, keys), 0) // X.keys
@@ -305,10 +294,9 @@ def _first_products(tiles_before, blocks, more, zeros, shared, barriers, C: gl.c
 
 @gluon.jit
 def _consume(C: gl.constexpr, o0, o1, tensors, numbers, unit, inner, shared, barriers, X: gl.constexpr):
-    out, lse, sink, lengths, cu_q, cu_k, counter = tensors
+    lse, sink, lengths, cu_q, cu_k, counter = tensors
     (
-        q_length, k_length, heads, group, tiles, works, heads_at_once, left, right, sequences, longest_q, longest_k, o_h,
-        o_s, head_dim,
+        q_length, k_length, heads, group, tiles, works, heads_at_once, left, right, sequences, longest_q, longest_k
     ) = numbers  # fmt: skip
     q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, o0_s, o1_s, mail = shared
     q_full, q_empty, k_full, k_empty, v_full, v_empty, mail_full, mail_empty, cut_full = barriers
@@ -361,8 +349,9 @@ def _consume(C: gl.constexpr, o0, o1, tensors, numbers, unit, inner, shared, bar
                 offset, keys, left, right, unit, inner, shared, barriers, EVERYWHERE, C, S, O0, O1, X,
             )  # fmt: skip
             highest, total, acc0, acc1, weights, blocks = _visit(
-                whole_past, whole_past - lowest, whole, whole_past, highest, total, acc0, acc1, weights, blocks, _same(q_at),
-                zeros, row, offset, keys, left, right, unit, inner, shared, barriers, NOWHERE, C, S, O0, O1, X,
+                whole_past, whole_past - lowest, whole, whole_past, highest, total, acc0, acc1, weights, blocks,
+                from_first_lane(q_at), zeros, row, offset, keys, left, right, unit, inner, shared, barriers, NOWHERE,
+                C, S, O0, O1, X,
             )  # fmt: skip
         else:
             highest, total, acc0, acc1, weights, blocks = _visit(
@@ -400,7 +389,9 @@ def _consume(C: gl.constexpr, o0, o1, tensors, numbers, unit, inner, shared, bar
             else:
                 acc0, weights = warpgroup_mma_wait(0, [acc0_coming, weights])
             mbarrier.arrive(v_empty.index(v_at))
-        if X.has_left:
+        elif X.packed:  # for the same reason; what is added up for no query may be wrong
+            mbarrier.arrive(v_empty.index(v_at), pred=row >= rows)
+        if X.has_left or X.packed:
             blocks = _skip(lowest - tile_lowest, blocks, k_full, k_empty, v_full, v_empty, C, X)
         if X.ahead > 0:
             if BANDED:
@@ -413,7 +404,10 @@ def _consume(C: gl.constexpr, o0, o1, tensors, numbers, unit, inner, shared, bar
                     acc0, acc1, weights, weights1 = warpgroup_mma_wait(2, [acc0_coming, acc1_coming, weights, weights1])
                 else:
                     acc0, weights = warpgroup_mma_wait(1, [acc0_coming, weights])
-                mbarrier.arrive(v_empty.index(v_at))
+                if X.packed:
+                    mbarrier.arrive(v_empty.index(v_at), pred=row < rows)
+                else:
+                    mbarrier.arrive(v_empty.index(v_at))
 
         sums = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, S))
         top = highest * unit  # of the logits, in base 2
@@ -439,15 +433,10 @@ def _consume(C: gl.constexpr, o0, o1, tensors, numbers, unit, inner, shared, bar
         if X.d1 > 0:
             acc1 = _scaled(acc1, gl.convert_layout(factor, gl.SliceLayout(1, O1))[:, None], X)
         if X.packed:
-            if row + ROWS <= rows:
-                _store_tile(o0, o1, acc0, acc1, batch, head, start + row, o0_s, o1_s, C, X)
-            else:  # the rows after it belong to the next sequence
-                at = out + head.to(gl.int64) * o_h
-                _store_rows(at, acc0, start, row, rows, o_s, 0, head_dim, X.d0, O0)
-                if X.d1 > 0:
-                    _store_rows(at, acc1, start, row, rows, o_s, X.d0, head_dim, X.d1, O1)
+            if row < rows:
+                _store_tile(o0, o1, acc0, acc1, batch, head, start, rows, row, o0_s, o1_s, C, X)
         else:
-            _store_tile(o0, o1, acc0, acc1, batch, head, row, o0_s, o1_s, C, X)
+            _store_tile(o0, o1, acc0, acc1, batch, head, start, rows, row, o0_s, o1_s, C, X)
         if X.ahead == 0:
             if BANDED:
                 blocks = _skip_to_own(
@@ -467,14 +456,13 @@ def _consume(C: gl.constexpr, o0, o1, tensors, numbers, unit, inner, shared, bar
 @gluon.jit(
     do_not_specialize=[
         "q_length", "k_length", "heads", "group", "tiles", "works", "heads_at_once", "left", "right", "sequences",
-        "longest_q", "longest_k", "o_h", "o_s", "head_dim",
+        "longest_q", "longest_k",
     ],
-    do_not_specialize_on_alignment=["out", "lse", "sink", "lengths", "cu_q", "cu_k", "counter"],
+    do_not_specialize_on_alignment=["lse", "sink", "lengths", "cu_q", "cu_k", "counter"],
 )  # fmt: skip
 def forward(
-    q0, q1, k0, k1, v0, v1, o0, o1, out, lse, sink, lengths, cu_q, cu_k, counter,
-    q_length, k_length, heads, group, tiles, works, heads_at_once, left, right, sequences, longest_q, longest_k, o_h,
-    o_s, head_dim,
+    q0, q1, k0, k1, v0, v1, o0, o1, lse, sink, lengths, cu_q, cu_k, counter,
+    q_length, k_length, heads, group, tiles, works, heads_at_once, left, right, sequences, longest_q, longest_k,
     unit, inner,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, PACKED: gl.constexpr, CUT: gl.constexpr,
     CONSUMERS: gl.constexpr, KEYS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, K_STAGES: gl.constexpr,
@@ -501,17 +489,17 @@ def forward(
         SEARCH,
     )
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q0_s = gl.allocate_shared_memory(q0.dtype, [X.consumers * X.q_stages, 1, 1, ROWS, X.d0], q0.layout)
-    k0_s = gl.allocate_shared_memory(q0.dtype, [X.k_stages, 1, 1, X.keys, X.d0], k0.layout)
-    v0_s = gl.allocate_shared_memory(q0.dtype, [X.v_stages, 1, 1, X.keys, X.d0], v0.layout)
-    o0_s = gl.allocate_shared_memory(q0.dtype, [X.consumers, 1, 1, ROWS, X.d0], o0.layout)
+    q0_s = gl.allocate_shared_memory(q0.dtype, [X.consumers * X.q_stages] + q0.block_shape, q0.layout)
+    k0_s = gl.allocate_shared_memory(q0.dtype, [X.k_stages] + k0.block_shape, k0.layout)
+    v0_s = gl.allocate_shared_memory(q0.dtype, [X.v_stages] + v0.block_shape, v0.layout)
+    o0_s = gl.allocate_shared_memory(q0.dtype, [X.consumers] + o0.block_shape, o0.layout)
     q1_s, k1_s, v1_s, o1_s = q0_s, k0_s, v0_s, o0_s
     if X.d1 > 0:
-        q1_s = gl.allocate_shared_memory(q0.dtype, [X.consumers * X.q_stages, 1, 1, ROWS, X.d1], q1.layout)
-        k1_s = gl.allocate_shared_memory(q0.dtype, [X.k_stages, 1, 1, X.keys, X.d1], k1.layout)
-        v1_s = gl.allocate_shared_memory(q0.dtype, [X.v_stages, 1, 1, X.keys, X.d1], v1.layout)
+        q1_s = gl.allocate_shared_memory(q0.dtype, [X.consumers * X.q_stages] + q1.block_shape, q1.layout)
+        k1_s = gl.allocate_shared_memory(q0.dtype, [X.k_stages] + k1.block_shape, k1.layout)
+        v1_s = gl.allocate_shared_memory(q0.dtype, [X.v_stages] + v1.block_shape, v1.layout)
         if not X.one_o:
-            o1_s = gl.allocate_shared_memory(q0.dtype, [X.consumers, 1, 1, ROWS, X.d1], o1.layout)
+            o1_s = gl.allocate_shared_memory(q0.dtype, [X.consumers] + o1.block_shape, o1.layout)
     mail = gl.allocate_shared_memory(gl.int32, [MAIL * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [X.consumers * X.q_stages, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [X.consumers * X.q_stages, 1], BARRIER)
@@ -539,10 +527,9 @@ def forward(
     shared = (q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, o0_s, o1_s, mail)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, mail_full, mail_empty, cut_full)
     descriptors = (q0, q1, k0, k1, v0, v1)
-    tensors = (out, lse, sink, lengths, cu_q, cu_k, counter)
+    tensors = (lse, sink, lengths, cu_q, cu_k, counter)
     numbers = (
-        q_length, k_length, heads, group, tiles, works, heads_at_once, left, right, sequences, longest_q, longest_k, o_h,
-        o_s, head_dim,
+        q_length, k_length, heads, group, tiles, works, heads_at_once, left, right, sequences, longest_q, longest_k
     )  # fmt: skip
     # Argument tuples have to stand inside the call.
     if X.consumers == 2:

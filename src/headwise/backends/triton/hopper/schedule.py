@@ -69,35 +69,62 @@ def _dense_tile(ticket, tiles, batch_heads, heads_at_once, BANDED: gl.constexpr)
 
 
 @gluon.jit
-def offsets_are_wrong(cu_q, cu_k, sequences, q_length, k_length, longest_q, longest_k, X: gl.constexpr):
-    """int32: do these offsets not cut a packed batch into sequences?"""
-    LANES: gl.constexpr = gl.BlockedLayout([X.search // 32], [32], [1], [0])
-    wrong = ((gl.load(cu_q) != 0) | (gl.load(cu_k) != 0)).to(gl.int32)
-    for first in range(0, sequences, X.search):
-        i = first + gl.arange(0, X.search, LANES)
-        there = i < sequences
-        q_stop, k_stop = gl.load(cu_q + i + 1, mask=there, other=0), gl.load(cu_k + i + 1, mask=there, other=0)
-        q_here = q_stop - gl.load(cu_q + i, mask=there, other=0)
-        k_here = k_stop - gl.load(cu_k + i, mask=there, other=0)
-        odd = (q_here < 0) | (k_here < 0) | (q_here > longest_q) | (k_here > longest_k)
-        odd = odd | (q_stop < 0) | (q_stop > q_length) | (k_stop < 0) | (k_stop > k_length)
-        wrong = gl.maximum(wrong, gl.max(odd.to(gl.int32), 0))
-    return wrong
+def count_works(tensors, numbers, X: gl.constexpr):
+    """How many pieces of work there are; and, int32: do the offsets not cut a packed batch into sequences?
+
+    Then all of its queries are one sequence, whose keys make no sense.
+    """
+    lse, sink, lengths, cu_q, cu_k, counter = tensors
+    (
+        q_length, k_length, heads, group, tiles, works, heads_at_once, left, right, sequences, longest_q, longest_k
+    ) = numbers  # fmt: skip
+    wrong = 0
+    if X.packed:
+        QUERIES: gl.constexpr = ROWS * X.consumers
+        LANES: gl.constexpr = gl.BlockedLayout([X.search // 32], [32], [1], [0])
+        wrong = ((gl.load(cu_q) != 0) | (gl.load(cu_k) != 0)).to(gl.int32)
+        tiles = 0
+        for first in range(0, sequences, X.search):
+            i = first + gl.arange(0, X.search, LANES)
+            there = i < sequences
+            q_stop, k_stop = gl.load(cu_q + i + 1, mask=there, other=0), gl.load(cu_k + i + 1, mask=there, other=0)
+            q_here = q_stop - gl.load(cu_q + i, mask=there, other=0)
+            k_here = k_stop - gl.load(cu_k + i, mask=there, other=0)
+            odd = (q_here < 0) | (k_here < 0) | (q_here > longest_q) | (k_here > longest_k)
+            odd = odd | (q_stop < 0) | (q_stop > q_length) | (k_stop < 0) | (k_stop > k_length)
+            wrong = gl.maximum(wrong, gl.max(odd.to(gl.int32), 0))
+            tiles += gl.sum(gl.cdiv(q_here.to(gl.int32), QUERIES), 0)
+        unused = q_length - gl.load(cu_q + sequences).to(gl.int32)
+        tiles += gl.cdiv(unused, QUERIES)
+        if wrong > 0:
+            tiles = gl.cdiv(q_length, QUERIES)
+        works = tiles * heads
+    return works, wrong
 
 
 @gluon.jit
-def _packed_tile(entry, wrong, cu_q, cu_k, sequences, q_length, QUERIES: gl.constexpr, X: gl.constexpr):
-    """(row, first token, rows, first key, keys) of the ``entry``-th tile of a packed batch; it may be past the rows.
+def _add(a, b):
+    return a + b
 
-    Sequence i has the tiles from cu[i] // QUERIES + i on: more than it needs, and found without adding up lengths. Tokens
-    past the last sequence are one more that has no keys.
+
+@gluon.jit
+def _packed_tile(entry, wrong, cu_q, cu_k, sequences, q_length, left, QUERIES: gl.constexpr, X: gl.constexpr):
+    """(row, first token, rows, first key, keys) of the ``entry``-th tile of a packed batch.
+
+    Tokens past the last sequence are one more that has no keys. Keys before all windows are left out.
     """
     LANES: gl.constexpr = gl.BlockedLayout([X.search // 32], [32], [1], [0])
-    before = 0  # sequences that begin at this tile or before it, the first not counted
+    before, tiles_before, tiles = 0, 0, 0  # sequences, and tiles of sequences, that end before this tile; tiles so far
     for first in range(0, sequences, X.search):
-        i = first + 1 + gl.arange(0, X.search, LANES)
-        begins = gl.load(cu_q + i, mask=i <= sequences, other=0).to(gl.int32) // QUERIES + i
-        before += gl.sum(((i <= sequences) & (begins <= entry)).to(gl.int32), 0)
+        i = first + gl.arange(0, X.search, LANES)
+        there = i < sequences
+        stop = gl.load(cu_q + i + 1, mask=there, other=0).to(gl.int32)
+        length = stop - gl.load(cu_q + i, mask=there, other=0).to(gl.int32)
+        ends = tiles + gl.associative_scan(gl.cdiv(length, QUERIES), 0, _add)
+        done = there & (ends <= entry)
+        before += gl.sum(done.to(gl.int32), 0)
+        tiles_before = gl.maximum(tiles_before, gl.max(gl.where(done, ends, 0), 0))
+        tiles = gl.max(ends, 0)
     if wrong > 0:
         before = 0
     last = (before == sequences).to(gl.int32)
@@ -105,7 +132,7 @@ def _packed_tile(entry, wrong, cu_q, cu_k, sequences, q_length, QUERIES: gl.cons
     rows = gl.load(cu_q + before + 1 - last).to(gl.int32) - start
     k_start = gl.load(cu_k + before).to(gl.int32)
     keys = gl.load(cu_k + before + 1 - last).to(gl.int32) - k_start
-    row = (entry - start // QUERIES - before) * QUERIES
+    row = (entry - tiles_before) * QUERIES
     if last == 1:
         rows = q_length - start
         k_start = 0
@@ -115,6 +142,10 @@ def _packed_tile(entry, wrong, cu_q, cu_k, sequences, q_length, QUERIES: gl.cons
         rows = q_length
         k_start = 0
         keys = -1
+    if X.has_left:
+        unseen = gl.maximum(keys - rows - left, 0)
+        k_start += unseen
+        keys -= unseen
     return row, start, rows, k_start, keys
 
 
@@ -130,35 +161,55 @@ def block_range(row, rows, count, offset, keys, left, right, X: gl.constexpr):
 
 
 @gluon.jit
-def draw(counter, works):
-    """The next piece of work. As many are drawn as there are; who draws the last leaves the counter as it found it."""
-    drawn = gl.atomic_add(counter, 1)
+def ask(counter):
+    """Ask for the next piece of work; `answer` waits for it. Only the first lane asks."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.b32 $0, 0;
+        @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+        }""",
+        "=&r,l", [counter], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def answer(asked, counter, works):
+    """The ticket. As many are drawn as there are works; who draws the last leaves the counter as it found it."""
+    drawn = from_first_lane(asked)
     if drawn == works - 1:
         gl.store(counter, 0)
     return gl.num_programs(0) + drawn
 
 
 @gluon.jit
-def find_work(ticket, wrong, tensors, numbers, X: gl.constexpr):
-    """(ticket, row, batch, head, first token, rows, first key, keys) from this ticket on; row is -1 where work ends."""
-    out, lse, sink, lengths, cu_q, cu_k, counter = tensors
+def from_first_lane(x):
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def find_work(ticket, works, wrong, tensors, numbers, X: gl.constexpr):
+    """(row, batch, head, first token, rows, first key, keys) of the ticket-th piece of work; row is -1 where work ends."""
+    lse, sink, lengths, cu_q, cu_k, counter = tensors
     (
-        q_length, k_length, heads, group, tiles, works, heads_at_once, left, right, sequences, longest_q, longest_k, o_h,
-        o_s, head_dim,
+        q_length, k_length, heads, group, tiles, _, heads_at_once, left, right, sequences, longest_q, longest_k
     ) = numbers  # fmt: skip
     QUERIES: gl.constexpr = ROWS * X.consumers
     batch, head, start, rows, k_start, keys = 0, 0, 0, q_length, 0, k_length
     row = -1
-    if X.packed:
-        while (row < 0) & (ticket < works):
-            entry = tiles - 1 - ticket // heads
-            row, start, rows, k_start, keys = _packed_tile(entry, wrong, cu_q, cu_k, sequences, q_length, QUERIES, X)
+    if ticket < works:
+        if X.packed:
+            entry = (works - 1 - ticket) // heads
+            row, start, rows, k_start, keys = _packed_tile(
+                entry, wrong, cu_q, cu_k, sequences, q_length, left, QUERIES, X
+            )
             head = ticket % heads
-            if row >= rows:
-                row = -1
-                ticket = draw(counter, works)
-    else:
-        if ticket < works:
+        else:
             tile, batch_head = _dense_tile(ticket, tiles, works // tiles, heads_at_once, X.has_left or X.has_right)
             row = tile * QUERIES
             batch = batch_head // heads
@@ -166,7 +217,7 @@ def find_work(ticket, wrong, tensors, numbers, X: gl.constexpr):
             if lengths is not None:
                 length = gl.load(lengths + batch)
                 keys = gl.where((length < 0) | (length > k_length), -1, length).to(gl.int32)
-    return ticket, row, batch, head, start, rows, k_start, keys
+    return row, batch, head, start, rows, k_start, keys
 
 
 @gluon.jit
