@@ -69,11 +69,27 @@ KERNELS = {
         4,
     ),
     "rms_norm dweight": (rms_norm._add_parts, {"ROWS": 256, "COLUMNS": 32}, 8),
-    "cross_entropy": (
-        cross_entropy._cross_entropy,
-        {"HAS_CAP": True, "SMOOTH": True, "STATS": True, "GRADIENT": True, **LONG, "STAGES": 1},
-        32,
-    ),
+    **{
+        f"cross_entropy, {name}": (
+            cross_entropy._cross_entropy,
+            {
+                "HAS_CAP": True,
+                "SMOOTH": True,
+                "STATS": stats,
+                "GRADIENT": gradient,
+                **LONG,
+                "STAGES": 1,
+                "SHIFTED": shifted,
+            },
+            32,
+        )
+        for name, stats, gradient, shifted in (
+            ("both", True, True, False),
+            ("both, rows anywhere", True, True, True),
+            ("forward, rows anywhere", True, False, True),
+            ("backward, rows anywhere", False, True, True),
+        )
+    },
     "embedding forward": (embedding._gather, {"BLOCK": 2048}, 4),
     "embedding backward": (embedding._sum_chunks, {"CHUNK": 32, "BLOCK": 1024}, 4),
     "embedding backward, joining": (embedding._join_parts, {"CHUNK": 32, "BLOCK": 1024}, 4),

@@ -24,7 +24,9 @@ def make(
     outside: bool = False,
     masked_classes: bool = False,
     target_dtype: torch.dtype = torch.int64,
+    at_the_ends: bool = False,  # targets near both ends of a row
     layout: str = "contiguous",  # or "strided" (every second class), "turned" (leading dimensions exchanged)
+    padding: int = 0,  # NaN between a row and the next
     **options: Any,
 ) -> Arguments:
     *leading, classes = shape
@@ -32,9 +34,15 @@ def make(
         logits = maker.normal(*leading, 2 * classes, scale=scale)[..., ::2]
     elif layout == "turned":
         logits = maker.normal(leading[1], leading[0], classes, scale=scale).transpose(0, 1)
+    elif padding:
+        logits = maker.normal(*leading, classes + padding, scale=scale)
+        logits[..., classes:] = torch.nan
+        logits = logits[..., :classes]
     else:
         logits = maker.normal(*shape, scale=scale) + shift
     targets = maker.integers(0, max(classes, 1), *leading, dtype=target_dtype)
+    if at_the_ends:
+        targets[:7] = torch.tensor([0, classes - 1, 7, 8, classes - 8, classes - 9, 1])
     if ignored == "some":
         targets = targets.masked_fill(maker.coin(*leading, chance=0.4), ignore_index)
     elif ignored == "all":
@@ -73,6 +81,10 @@ SUITE = Suite(
         Case("2 classes", {"shape": (9, 2)}, QUICK),
         Case("111 classes", {"shape": (7, 111)}, QUICK),
         Case("4096 classes", {"shape": (20, 4096)}, QUICK),
+        Case("1029 classes", {"shape": (11, 1029), "at_the_ends": True}, QUICK),
+        Case("2047 classes, every option", {"shape": (19, 2047), "at_the_ends": True, **EVERYTHING}, QUICK),
+        Case("1027 classes of 1035", {"shape": (11, 1027), "at_the_ends": True, "padding": 8}, QUICK),
+        Case("1027 classes of 1032", {"shape": (11, 1027), "at_the_ends": True, "padding": 5}, QUICK),
         Case("50257 classes", {"shape": (21, 50257)}),
         Case("131072 classes", {"shape": (6, 131072)}),
         Case("600000 classes", {"shape": (2, 600000)}),

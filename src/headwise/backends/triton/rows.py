@@ -65,14 +65,24 @@ def holds(width: int, x: Tensor) -> bool:
     return width * x.element_size() <= LONGEST_HELD_ROW
 
 
-def long_block(elements: int, warps: int, stages: int, width: int, *tensors: tuple[Tensor, int]) -> Block:
-    """``tensors``: what is read, with the steps from row to row; they decide how long a line may be."""
+def long_block(
+    elements: int, warps: int, stages: int, width: int, *tensors: tuple[Tensor, int], shifted: bool = False
+) -> Block:
+    """``tensors``: what is read, with the steps from row to row; they decide how long a line may be.
+
+    ``shifted``: the kernel begins at the line in which a row begins, and takes care of what is not the row's.
+    """
     x = tensors[0][0]
-    aligned = width % 16 == 0 and all(t.data_ptr() % 16 == 0 and stride % 16 == 0 for t, stride in tensors)
+    aligned = shifted or aligned_rows(width, *tensors)
     if not aligned:  # elements one by one need an address and a statistic each: several small programs instead of one
         elements, warps, stages = max(2048, elements // 8), max(4, warps // 4), 1
     line = 16 // x.element_size() if aligned else 1
     return Block(min(elements, max(1024, power_of_two(width))) // line, line, warps, stages)
+
+
+def aligned_rows(width: int, *tensors: tuple[Tensor, int]) -> bool:
+    """Does every row begin where a line may begin, and end where one may end?"""
+    return width % 16 == 0 and all(t.data_ptr() % 16 == 0 and stride % 16 == 0 for t, stride in tensors)
 
 
 def walkers(rows: int, row_bytes: int, block: Block, x: Tensor) -> int:
