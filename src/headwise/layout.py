@@ -38,18 +38,18 @@ def _inside(heads: int, length: int, last: int) -> tuple[int, int, int, int]:
     return length * heads * last, last, heads * last, 1
 
 
-def maker(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+def maker_of_empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
     """What makes uninitialised contiguous tensors on the device of ``like``, again and again.
 
     ``new_empty`` with a dtype takes 5.5 µs where this takes 4.3 (on the GPU of an Intel Xeon).
     """
-    nothing = _nothing(like.device, dtype)
-    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    return lambda: nothing.new_empty_strided(shape, strides)
+    empty = _empty(like.device, dtype)
+    strides = tuple(math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
+    return lambda: empty.new_empty_strided(shape, strides)
 
 
 @functools.cache
-def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
+def _empty(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 

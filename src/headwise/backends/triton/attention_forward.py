@@ -257,7 +257,7 @@ attention_forward.prepare = prepare_attention_forward  # type: ignore[attr-defin
 
 
 def attention_output(*arguments: Any) -> Tensor:
-    """Without lse, where nobody will ask for it. The arguments of `attention_forward`."""
+    """`attention_forward` for those who will not ask for lse; the plain kernel does not write it then."""
     return prepare_attention_output(*arguments)(*arguments[:-1])
 
 
@@ -279,7 +279,7 @@ def _prepare(
     """
     rows = tuple(q.shape[:3])
     out_shape, out_strides = (*rows, v.shape[3]), layout.strides_like_heads(q, v.shape[3])
-    make_lse = layout.maker(q, rows, torch.float32)
+    make_lse = layout.maker_of_empty(q, rows, torch.float32)
     if 0 in rows:
         return lambda q, *others: (q.new_empty_strided(out_shape, out_strides), make_lse())
     launch, writes_lse = _prepare_launch(

@@ -379,7 +379,10 @@ def prepare_with(
     decode_and_merge = plans.decode.bound(device, *read, *made, torch.int32)
     merge = plans.merge.bound(device, torch.float32, others[2], of_q, torch.float32)
 
-    make_lse, make_parts = layout.maker(q, rows, torch.float32), layout.maker(q, (plans.parts,), torch.float32)
+    make_lse, make_parts = (
+        layout.maker_of_empty(q, rows, torch.float32),
+        layout.maker_of_empty(q, (plans.parts,), torch.float32),
+    )
 
     def run(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, block_table: Tensor | None, sink: Tensor | None

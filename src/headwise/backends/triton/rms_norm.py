@@ -286,7 +286,7 @@ def _prepare(
     plan = _held_plan(x.numel() // width, width, as_rows(x)[1], eps, weight_offset, weight is not None)
     of_weight, of_rstd = None if weight is None else weight.dtype, torch.float32 if keeps_rstd else None
     launch = plan.bound(x.get_device(), x.dtype, of_weight, x.dtype, of_rstd)
-    make_y, make_rstd = layout.maker(x, shape, x.dtype), layout.maker(x, shape[:-1], torch.float32)
+    make_y, make_rstd = layout.maker_of_empty(x, shape, x.dtype), layout.maker_of_empty(x, shape[:-1], torch.float32)
 
     def run(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
         y, rstd = make_y(), make_rstd() if keeps_rstd else None

@@ -179,7 +179,7 @@ def prepare_softmax_forward(x: Tensor) -> Callable[[Tensor], Tensor]:
     if x.numel() == 0 or not holds(width, x):  # how long rows are cut depends on their addresses too
         return _forward_long
     launch = _held_plan(x.numel() // width, width, as_rows(x)[1]).bound(x.get_device(), x.dtype, x.dtype)
-    make = layout.maker(x, shape, x.dtype)
+    make = layout.maker_of_empty(x, shape, x.dtype)
 
     def run(x: Tensor) -> Tensor:
         y = make()

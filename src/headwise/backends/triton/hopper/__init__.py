@@ -45,7 +45,7 @@ class ForwardRow(NamedTuple):
     few: ForwardTile  # for longer sequences where there are few tiles: less than FEW for every multiprocessor
     # For sequences of up to SHORT queries, of up to MEDIUM under a causal mask or a window, if its queries are filled by
     # nearly whole sequences and there are MANY tiles for every multiprocessor. For packed batches, of which the kernel alone
-    # knows the lengths, in place of ``tile``.
+    # knows the lengths, under a band, from where ``short_banded`` ends.
     wide: ForwardTile | None = None
     banded_up_to: int = 512
 
