@@ -197,11 +197,39 @@ def test_packed_sequences_with_other_keys_and_nan_in_what_nobody_sees(dim, name,
     assert same_bits(again, (out, lse))
 
 
+# Every tile that packed batches may have, whatever is chosen for these lengths.
+TILES = sorted(
+    {(row.widest, tile) for row in hopper.FORWARD for tile in row[1:6] if isinstance(tile, hopper.ForwardTile)}
+)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "tile"), TILES, ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else str(x)
+)
+def test_packed_sequences_in_every_tile(dim, tile, causal, monkeypatch):
+    """Last tiles of which one, two or three warpgroups have nothing."""
+    monkeypatch.setattr(attention_forward, "forward_tile", lambda *call: tile)
+    attention_forward._plan.cache_clear()
+    cu = offsets([1500, 1, 2049, 700, 65, 0, 1090, 200])
+    q, k, v = (normal(int(cu[-1]), heads, dim, seed=seed) for seed, heads in enumerate((8, 2, 2)))
+    call, given = (q, k, v, cu, cu, 2049, 2049), {"causal": causal, "return_lse": True}
+    assert note("attention_varlen", *call, **given) == "forward: the Hopper kernel"
+    out, lse = hw.attention_varlen(*call, **given)
+    again = hw.attention_varlen(*call, **given)
+    expected, expected_lse = plainly(hw.attention_varlen, *call, **given)
+    attention_forward._plan.cache_clear()
+    assert_close(out, expected, 5e-3)
+    assert (lse - expected_lse).abs().max() < 1e-3
+    assert same_bits(again, (out, lse))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_more_packed_sequences_than_are_looked_at_in_one_go(causal):
     cu = offsets(37 * i % 200 for i in range(300))
     q, k, v = (normal(int(cu[-1]) + 5, heads, 128, seed=seed) for seed, heads in enumerate((8, 2, 2)))
     call, given = (q, k, v, cu, cu, 199, 199), {"causal": causal, "return_lse": True}
+    assert note("attention_varlen", *call, **given) == "forward: the Hopper kernel"
     out, lse = hw.attention_varlen(*call, **given)
     expected, _ = plainly(hw.attention_varlen, *call, **given)
     assert_close(out, expected, 5e-3)
@@ -213,6 +241,7 @@ def test_more_packed_sequences_than_are_looked_at_in_one_go(causal):
 def test_offsets_that_make_no_sense_give_nan(at):
     cu = offsets([150] * 200)
     q, k, v = (normal(int(cu[-1]), 8, 128, seed=seed) for seed in (1, 2, 3))
+    assert note("attention_varlen", q, k, v, cu, cu, 150, 150, causal=True) == "forward: the Hopper kernel"
     wrong = cu.clone()
     wrong[at] = 10**6 if at else 1
     for cu_q, cu_k in ((wrong, cu), (cu, wrong)):
