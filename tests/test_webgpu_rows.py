@@ -3,6 +3,8 @@ ahead, rows that are walked; and at the ends of bfloat16, where NaN must stay Na
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -126,6 +128,35 @@ def test_softmax_and_cross_entropy_of_rows_of_any_size(dtype, width):
     torch.testing.assert_close(loss[known].double(), exact[known], rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("walks", [False, True], ids=["held", "walked"])
+@pytest.mark.parametrize("first", [-INF, -1e4, -300.0, -90.0, -60.0, -27.0, 0.0, 30.0])
+def test_cross_entropy_where_few_values_say_little(monkeypatch, first, walks, dtype):
+    """16 bits take their reference from a thread's first vectors: here all of those are far below the others, or above."""
+    tiled(monkeypatch, cross_entropy, 32, 32, *((4, True) if walks else (8, False)))
+    torch.manual_seed(0)
+    x = torch.randn(6, 1024)
+    x[:, : 32 * 8] += first  # two vectors of each thread
+    x[2] = -INF
+    x[2, 700] = 5.0  # one value alone
+    x[3, 1000] += 40.0  # a sure row, and its target: hardly any loss
+    x[4, 330] = torch.nan
+    x = x.to(dtype)
+    targets = torch.tensor([5, 600, 700, 1000, 7, 900])
+    loss, grad = hw.cross_entropy_forward_backward(x, targets, reduction="none", backend="webgpu")
+    expected = torch.softmax(x.double(), -1)
+    at_target = expected.log()[torch.arange(6), targets]
+    expected[torch.arange(6), targets] -= 1
+    torch.testing.assert_close(grad.double(), expected, equal_nan=True, **CLOSE[dtype])
+    known = torch.tensor([1, 2, 3, 5])
+    torch.testing.assert_close(loss[known].double(), -at_target[known], rtol=2e-6, atol=3e-6)
+    assert loss[4].isnan()
+    # The other kernels read what this one kept of a row.
+    again = array(x).requires_grad_()
+    hw.cross_entropy(again, array(targets), reduction="none").backward(array(torch.ones(6)))
+    torch.testing.assert_close(again.grad.torch(), grad, equal_nan=True, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, INF, -INF])
 def test_what_is_not_finite_stays_in_its_row(bad, dtype):
@@ -162,7 +193,33 @@ def test_a_gradient_that_is_infinite_is_so_in_bfloat16():
 def test_tiles_of_cross_entropy_by_classes():
     device = runtime.device()
     threads = min(device.capabilities.workgroup_threads, rows.LONGEST_THREADS)
-    assert cross_entropy._tile(device, 32768, BF16) == rows.Tile(256, 256, 8, True)
-    assert cross_entropy._tile(device, 4096, BF16).walks is False
-    longest = cross_entropy._tile(device, 131072, BF16)
-    assert (longest.walks, longest.threads) == (True, threads)
+    if threads > rows.THREADS:
+        assert cross_entropy._tile(device, 32768, BF16, sampled=False) == rows.Tile(256, 256, 8, True)
+        assert cross_entropy._tile(device, 32768, BF16, sampled=True) == rows.Tile(512, 512, 16, True)
+    for sampled in (True, False):
+        assert cross_entropy._tile(device, 4096, BF16, sampled).walks is False
+        longest = cross_entropy._tile(device, 131072, BF16, sampled)
+        assert (longest.walks, longest.threads) == (True, threads)
+    for classes in (4097, 9000, 16384, 50304, 65536, 151936):
+        tile = cross_entropy._tile(device, classes, BF16, sampled=True)
+        assert tile.held <= 16
+        if threads == rows.LONGEST_THREADS:
+            assert tile.blocks(classes) == {50304: 2, 65536: 2, 151936: 3}.get(classes, 1)
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 2, 3, 4, 7, 8191])
+@pytest.mark.parametrize("count", [0, 1, 2, 9, 8192])
+def test_pieces_are_of_one_size(count, rows_at_once):
+    """But for the last: never many rows and then very few."""
+    width = 256
+    limits = runtime.device().capabilities._replace(binding_bytes=512 + 2 * width * rows_at_once)
+    storage = SimpleNamespace(size=1 << 40)
+    x = SimpleNamespace(shape=(count, width), strides=(width, 1), itemsize=2, storage=storage)
+    pieces = rows.pieces(SimpleNamespace(capabilities=limits), x)
+    assert [row for first, length in pieces for row in range(first, first + length)] == list(range(count))
+    sizes = [length for _, length in pieces]
+    assert max(sizes, default=0) <= rows_at_once
+    unit = 4 if rows_at_once >= 4 else 2 if rows_at_once >= 2 else 1
+    assert all(length == sizes[0] and length % unit == 0 for length in sizes[:-1])
+    assert len(pieces) == -(-count // (rows_at_once // unit * unit))
+    assert not sizes or sizes[0] - sizes[-1] < unit * len(sizes)

@@ -1,4 +1,5 @@
-"""Attention on WebGPU at the ends of float32 and of a grid: NaN under a cap, biases of the lowest float, many workgroups."""
+"""Attention on WebGPU at the ends of float32 and of a grid: NaN under a cap, biases of the lowest float, scales of any size,
+tiles that no adapter here would choose, many workgroups."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import torch
 from attention_calls import maker
 
 import headwise as hw
-from headwise.backends.webgpu import adapter, runtime
+from headwise.backends.webgpu import adapter, runtime, tiles
 from headwise.reference import attention as reference
 
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2}}
@@ -163,3 +164,50 @@ def test_lengths_and_sinks_beyond_one_dimension_of_a_grid(small_grids, batch, he
     found = torch.autograd.grad(out, list(leaves.values()), grad)
     for one, other in zip(found, torch.autograd.grad(expected, list(double.values()), grad.double()), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------- scales of any size, and tiles
+
+
+@pytest.mark.parametrize("flags", [{}, {"causal": True}, {"window": (9, 4)}], ids=str)
+@pytest.mark.parametrize("scale", [1e-37, 1e-29, 1e-6, 0.3, 4.0, 1e6, 1e29])
+def test_scales_of_any_size(scale, flags):
+    """Some rows see nothing; those that do have weights from products and the scale alone."""
+    m = maker("webgpu")
+    size = max(1.0, scale) ** 0.5  # logits of the size of the root of the scale, at most
+    x = {"q": m.normal(1, 2, 70, 16) / size, "k": m.normal(1, 2, 50, 16) / size, "v": m.normal(1, 2, 50, 16)}
+    out, lse = hw.attention(**x, **flags, scale=scale, return_lse=True, backend="webgpu")
+    expected, expected_lse = reference.attention(**{n: t.double() for n, t in x.items()}, **flags, scale=scale)
+    torch.testing.assert_close(out.double(), expected, rtol=3e-6, atol=3e-6)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-6)
+
+
+FLAGS = {
+    "plain": {}, "causal": {"causal": True}, "window": {"window": (100, 30)}, "cap": {"softcap": 2.0},
+    "mask": {"mask": True}, "bias": {"bias": True}, "sink": {"sink": True}, "lengths": {"kv_lengths": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+def test_lanes_that_lie_apart_compute_the_same(flags):
+    """As NVIDIA's tiles have them: chunks of ten keys, a tile that its threads fill in two turns, sums cut into chains."""
+    m = maker("webgpu")
+    keys = 600
+    x = {"q": m.normal(1, 2, 70, 36), "k": m.normal(1, 1, keys, 36), "v": m.normal(1, 1, keys, 28)}
+    given = {
+        "mask": torch.rand(1, 1, 70, keys) < 0.7, "bias": m.normal(1, 2, 70, keys), "sink": m.normal(2),
+        "kv_lengths": torch.tensor([555], dtype=torch.int32),
+    }  # fmt: skip
+    flags = {name: given.get(name, value) for name, value in flags.items()}
+    results = []
+    for apart in (1, 2):
+        # Ten do not go into the vectors of four that threads exchange without subgroups.
+        subgroups = runtime.device().capabilities.tier >= "C"
+        tile = tiles.Tile(4, 4, 32, 40 if subgroups else 8, 10 if subgroups else 4, apart)
+        with tiles.forced("attention_forward", tile):
+            results.append(hw.attention(**x, **flags, return_lse=True, backend="webgpu"))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    double = {n: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in flags.items()}
+    expected, _ = reference.attention(**{n: t.double() for n, t in x.items()}, **double)
+    torch.testing.assert_close(results[0][0].double(), expected, rtol=3e-6, atol=3e-6)

@@ -203,6 +203,36 @@ def test_ids_larger_than_a_binding(rendered, width, dtype):
     assert ("embedding_sum", "f32") in {(name, variant.get("to")) for name, variant in rendered}
 
 
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("rows", [None, [3, -1, 77, 77]], ids=["all rows", "named rows"])
+def test_probabilities_of_a_head_larger_than_a_binding(rendered, rows, dtype):
+    """A head of q and one of k can be bound, what is made of them ten times over cannot."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 2, 201, 16).to(dtype), torch.randn(2, 1, 190, 16).to(dtype)
+    grad = torch.randn(2, 2, 201 if rows is None else 4, 190).to(dtype)
+
+    def run(backend, dtype):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k)]
+        probs = hw.attention_probs(*leaves, causal=True, rows=rows, backend=backend)
+        return probs.detach(), *torch.autograd.grad(probs, leaves, grad.to(dtype))
+
+    for ours, expected in zip(run("webgpu", dtype), run("cpu", torch.float64), strict=True):
+        close(ours, expected)
+
+
+@pytest.mark.parametrize("broadcast", [(), (0,), (1,), (0, 1)], ids=str)
+def test_gradient_of_a_bias_whose_head_is_larger_than_a_binding(rendered, broadcast):
+    q, k, v, grad = inputs(torch.float32, 2, 1, 130, 140, 16, 16, batch=2)
+    bias = torch.randn(*(1 if dim in broadcast else size for dim, size in enumerate((2, 2))), 130, 140)
+
+    def run(backend, dtype):
+        leaf = bias.to(dtype, copy=True).requires_grad_()
+        out = hw.attention(*(x.to(dtype) for x in (q, k, v)), bias=leaf, backend=backend)
+        return torch.autograd.grad(out, leaf, grad.to(dtype))[0]
+
+    close(run("webgpu", torch.float32), run("cpu", torch.float64))
+
+
 def test_what_is_refused_says_what_to_do(rendered):
     with pytest.raises(
         OutOfMemory, match=r"probs would have to see \d+ bytes of k .* binds at most 16384\. Split the call"

@@ -6,9 +6,12 @@ Dao, "FlashAttention-2", 2023.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from headwise.backends.webgpu import scores, tiles
@@ -92,6 +95,7 @@ def _forward(device: Device, problem: _Problem, flags: Flags, packing: _Packing 
             of_scores = scores.of_call(
                 device, part.q, part.k, part.mask, part.bias, part.lengths, sink, flags, packing is not None
             )
+            direct = _direct(flags.scale, of_scores.variant)
             kernel = device.kernel(
                 "attention_forward",
                 dtype=DTYPES[part.q.dtype],
@@ -102,18 +106,20 @@ def _forward(device: Device, problem: _Problem, flags: Flags, packing: _Packing 
                 subgroups=device.capabilities.tier >= "C",
                 windowed=len(windows) > 1,
                 chain=chain if len(windows) == 1 else tiles.CHAIN,
+                direct=bool(direct),
                 **tile._asdict(),
             )
             k, v = (bindable.rows(x, first, past) for x in (part.k, part.v))
             window = () if len(windows) == 1 else (first, past, int(first > 0), int(past == part.k.shape[2]))
-            _dispatch(device, kernel, target._replace(k=k, v=v), of_scores, tile.queries, listed, entries, window)
+            target_part = target._replace(k=k, v=v)
+            _dispatch(device, kernel, target_part, of_scores, tile.queries, listed, entries, direct, window)
         if target is not part:
             scores.round_rows(device, target.out, part.out)
 
 
 def _dispatch(
     device: Device, kernel: Kernel, part: _Problem, of_scores: scores.Scores, queries: int, listed: Region | None,
-    entries: int, window: tuple[int, ...],
+    entries: int, direct: tuple[float, ...], window: tuple[int, ...],
 ) -> None:  # fmt: skip
     """One kernel over all rows of a part, in tiles of so many ``queries`` (of a packed batch: in its list of them)."""
     for first, rows in _rows_at_once(device, part):
@@ -127,11 +133,25 @@ def _dispatch(
             kernel,
             part.q.shape[0] * part.q.shape[1] * blocks,
             (
-                blocks, first, rows, *scores.vectors(seen.q), *scores.vectors(seen.k), *scores.vectors(seen.v),
+                *direct, blocks, first, rows, *scores.vectors(seen.q), *scores.vectors(seen.k), *scores.vectors(seen.v),
                 *scores.vectors(seen.out), *seen.lse.strides[:2], *window, *of_scores.parameters,
             ),
             q=seen.q, k=seen.k, v=seen.v, out=seen.out, lse=seen.lse, **regions,
         )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _direct(scale: float, variant: scores.Variant) -> tuple[float, ...]:
+    """Numbers of weights that come from products q·k directly; none where something comes in between.
+
+    power, which a product takes to be an exponent of two; natural, which takes that to the logit; the product of a key that
+    is hidden, which no power makes infinite; a first reference, well above it.
+    """
+    if variant.mask or variant.bias or variant.cap or not 1e-30 < scale < 1e30:
+        return ()
+    power = float(np.float32(scale * math.log2(math.e)))
+    hidden = -2.35e38 * min(1.0, math.log2(math.e) / power)
+    return power, scale / power, hidden, hidden * power * math.log(2)
 
 
 def _most_keys(problem: _Problem, flags: Flags, packing: _Packing | None, rows: int) -> int:

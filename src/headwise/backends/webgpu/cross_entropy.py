@@ -20,6 +20,11 @@ ENOUGH_GROUPS = 1024
 # many need not take turns, either.
 WALKED_BY_FEW = 65536
 _FEW = rows.Tile(256, 256, 8, True)
+# Where references are sampled a thread has room for so many vectors, and rows have so many threads, by their classes. They
+# are walked even where all of a row has room: a compiler that sees the same vectors twice seems to keep them unpacked in
+# between, and there are no registers for that.
+_MOST_SAMPLED = 16
+_THREADS_BY_CLASSES = {16384: 256, 65536: 512}
 
 
 class _Options(NamedTuple):
@@ -80,7 +85,9 @@ def _launch(
     if count == 0 or (width == 0 and losses is None):
         return
     x = rows.as_rows(device, logits) if width else logits.with_shape((count, 0), (0, 1))
-    at = rows.layout(device, _tile(device, width, x.dtype), x)
+    # Does the kernel take its references from few values? Then none wait in registers as float32.
+    sampled = x.dtype.itemsize == 2 and options.softcap is None and rows.are_aligned(x)
+    at = rows.layout(device, _tile(device, width, x.dtype, sampled), x)
     variant = {
         "targets": DTYPES[targets.dtype], "forward": losses is not None, "gradient": row_grads is not None,
         "cap": options.softcap is not None, "smooth": options.label_smoothing > 0,
@@ -99,22 +106,28 @@ def _launch(
     )  # fmt: skip
     y = None if dlogits is None else dlogits.with_shape((count, width))
     for first, length in rows.pieces(device, x, *(() if y is None else (y,))):
-        groups = _groups(length, at.tile)
+        groups = _groups(length, at.tile, sampled)
         rows.run_piece(
             device, "cross_entropy", at, first, length, groups, (groups, *parameters),
             variant | {"turns": groups * at.tile.rows < length}, {"logits": x}, "dlogits", y, sides,
         )  # fmt: skip
 
 
-def _tile(device: Device, width: int, dtype: torch.dtype) -> rows.Tile:
+def _tile(device: Device, width: int, dtype: torch.dtype, sampled: bool) -> rows.Tile:
     tile = rows.tile(device, width, rows.softmax_words(dtype))
-    if dtype.itemsize == 2 and tile.lanes > rows.THREADS and width <= WALKED_BY_FEW:
-        return _FEW
+    if dtype.itemsize == 2 and tile.lanes > rows.THREADS:
+        if sampled:
+            threads = next((t for classes, t in _THREADS_BY_CLASSES.items() if width <= classes), rows.LONGEST_THREADS)
+            threads = min(threads, device.capabilities.workgroup_threads)
+            parts = -(-width // (4 * threads * _MOST_SAMPLED))
+            return rows.Tile(threads, threads, -(-width // (4 * threads * parts)), True)
+        if width <= WALKED_BY_FEW:
+            return _FEW
     return tile
 
 
-def _groups(count: int, tile: rows.Tile) -> int:
+def _groups(count: int, tile: rows.Tile, sampled: bool) -> int:
     """Workgroups: of several rows each where a row has all threads, as long as there are many workgroups."""
-    if tile.rows > 1 or tile == _FEW:
+    if tile.rows > 1 or tile == _FEW or sampled:
         return -(-count // tile.rows)
     return -(-count // max(1, min(MOST_TURNS, count // ENOUGH_GROUPS)))

@@ -159,8 +159,11 @@ def pieces(device: Device, *matrices: Region) -> list[tuple[int, int]]:
     if all(x.storage.size <= most for x in matrices):
         return [(0, rows)]
     room = [(((most - 512) // x.itemsize - x.shape[1]) // x.strides[0] + 1) if x.strides[0] else rows for x in matrices]
-    step = max(1, min(room))
-    step = step // 4 * 4 if step >= 4 else step // 2 * 2 if step >= 2 else 1  # of 16 bits, whole words
+    most_rows = max(1, min(room))
+    unit = 4 if most_rows >= 4 else 2 if most_rows >= 2 else 1  # of 16 bits, whole words
+    # As many rows in each: a few left over would keep few of the GPU's processors busy for as long as a row takes.
+    count = max(1, -(-rows // (most_rows // unit * unit)))
+    step = max(unit, -(-rows // (count * unit)) * unit)
     return [(start, min(step, rows - start)) for start in range(0, rows, step)]
 
 

@@ -40,6 +40,7 @@ class Tile(NamedTuple):
     threads: int  # of a workgroup
     keys: int  # in workgroup memory
     unroll: int  # keys worked on at once
+    apart: int = 1  # threads from one lane of a team to the next
 
     @property
     def queries(self) -> int:
@@ -89,7 +90,7 @@ def _forward(capabilities: Capabilities, bits: int, q_vectors: int, v_vectors: i
         for tile in listed
         if tile.memory(q_vectors, v_vectors, subgroups) <= capabilities.workgroup_memory
         and tile.threads <= capabilities.workgroup_threads
-        and (not subgroups or tile.lanes <= capabilities.subgroup_size)
+        and (not subgroups or tile.lanes * tile.apart <= capabilities.subgroup_size)
     ]
     if not fitting:
         tile = default_forward(capabilities, q_vectors, v_vectors)

@@ -5,8 +5,11 @@
 //   k    (B, Hk, Sk, D)     v    (B, Hk, Sk, Dv)     packed: B is 1, S are all tokens, `tiles` says where sequences lie
 //
 // A workgroup owns {{ threads // lanes * rows }} rows of queries of one head and walks over the keys they see, a tile of {{ keys }} at a time.
-// Tiles of K and V lie in workgroup memory, q and the sums of out in registers: {{ lanes }} neighbouring threads, the lanes of
-// a team, share {{ rows }} rows, and each owns every {{ lanes }}th vector of four elements of them.
+// Tiles of K and V lie in workgroup memory, q and the sums of out in registers: {{ lanes }} threads, the lanes of a team, share
+// {{ rows }} rows, and each owns every {{ lanes }}th vector of four elements of them.
+{% if apart > 1 %}
+// Lanes are {{ apart }} threads apart: threads side by side then read the same vectors of a tile.
+{% endif %}
 //
 // Lane c has row i ^ c of its team in registers number i. So what another lane knows about row c is always in the
 // registers whose number is the xor of both lanes: sums over the team, and weights on their way back, travel by plain
@@ -27,7 +30,8 @@
 // variables: dtype; to, the dtype of out (float32 where it goes to memory on its way); windowed (bool);
 //            variant (scores.py); q_vectors, v_vectors: D and Dv in vectors of four; subgroups (bool);
 //            chain: keys after which sums go to memory (a tile and more), 0 for never;
-//            rows, lanes, threads, keys, unroll: a `Tile` (tiles.py). rows <= lanes, all powers of two;
+//            direct (bool): weights come from products in one multiplication and addition, with no logits in between;
+//            rows, lanes, threads, keys, unroll, apart: a `Tile` (tiles.py). rows <= lanes, apart: powers of two;
 //            unroll, the keys that are worked on at once, divides keys.
 {% import "scores.wgsl" as scores with context %}
 {% set hides = variant.mask or variant.bias %}
@@ -37,7 +41,7 @@
 {% set q_row = q_each * lanes %}
 {% set v_row = v_each * lanes %}
 {% set chunks = keys // unroll %}
-{% set k_vectors = chunks * q_row %}{# of K in each array of a tile, and of K and V #}
+{% set k_vectors = chunks * q_row %}{# of one key of each chunk of a tile: of K, and of K and V #}
 {% set tile_vectors = chunks * (q_row + v_row) %}
 {% set steps = [1, 2, 4, 8, 16, 32, 64] %}
 {% set width = [unroll, 4] | min %}
@@ -51,21 +55,29 @@
 {% endif %}
 {{ output("out", to, 4) }}
 {{ output("lse", "f32", 1) }}
-{{ params("blocks: u32, first_row: u32, rows: u32, q_b: u32, q_h: u32, q_s: u32, k_b: u32, k_h: u32, k_s: u32, v_b: u32, v_h: u32, v_s: u32, out_b: u32, out_h: u32, out_s: u32, lse_b: u32, lse_h: u32, " ~ ("key_first: i32, key_past: i32, resumes: u32, finishes: u32, " if windowed else "") ~ scores.fields(variant)) }}
+{{ params(("power: f32, natural: f32, hidden: f32, first_reference: f32, " if direct else "") ~ "blocks: u32, first_row: u32, rows: u32, q_b: u32, q_h: u32, q_s: u32, k_b: u32, k_h: u32, k_s: u32, v_b: u32, v_h: u32, v_s: u32, out_b: u32, out_h: u32, out_s: u32, lse_b: u32, lse_h: u32, " ~ ("key_first: i32, key_past: i32, resumes: u32, finishes: u32, " if windowed else "") ~ scores.fields(variant)) }}
 {{ scores.functions(variant) }}
 {{ scores.logits(variant) }}
 // How far a row's maximum may rise above the reference of its weights before they are brought down.
 const SLACK = 8.0;
 {# References are natural where there is a bias, and powers of two elsewhere (scores.wgsl says why). No logit that is seen
-   has one below the first. #}
+   has one below the first. Where they are `direct`, what is called a logit below is a product still. #}
 {% set to_powers = " * LOG2E" if variant.bias else "" %}
-{% set first_reference = "LOWEST" if variant.bias else "HIDDEN" %}
+{% set first_reference = "LOWEST" if variant.bias else "params.first_reference" if direct else "HIDDEN" %}
+{% set hidden = "params.hidden" if direct else "HIDDEN" %}
+{% set power = "params.power" if direct else "LOG2E" %}{# of a logit, as an exponent of two #}
 
-// One array for each of the keys that are unrolled: the compiler then checks an index once, and not once for each key. First
-// the rows of K of all chunks, then those of V; a row is padded with zeros to a multiple of the lanes.
-{% for x in range(unroll) %}
-var<workgroup> tile{{ x }}: array<vec4<f32>, {{ tile_vectors }}>;
-{% endfor %}
+// [chunk of keys][key of the chunk][vector of a lane: of K, then of V][lane]; rows are padded with zeros to a multiple of the
+// lanes. In the loop over a chunk only its own number and the lane vary: two indices for the compiler to check, and one
+// address with constants added to it.
+var<workgroup> tile: array<array<array<array<vec4<f32>, {{ lanes }}>, {{ q_each + v_each }}>, {{ unroll }}>, {{ chunks }}>;
+
+// One key of every chunk has {{ tile_vectors }} vectors, first those of K: where one of them lies, as (chunk, vector, lane).
+fn spot_of(place: u32) -> vec3<u32> {
+    if (place < {{ k_vectors }}u) { return vec3<u32>(place / {{ q_row }}u, place % {{ q_row }}u / {{ lanes }}u, place % {{ lanes }}u); }
+    let of_v = place - {{ k_vectors }}u;
+    return vec3<u32>(of_v / {{ v_row }}u, of_v % {{ v_row }}u / {{ lanes }}u + {{ q_each }}u, of_v % {{ lanes }}u);
+}
 {% if not subgroups %}
 // What threads tell each other: products of {{ width }} keys with the rows of others, weights, and factors of a row.
 {% for part in range(unroll // width) %}
@@ -92,14 +104,15 @@ fn shown(logit: f32, seen: vec2<i32>, batch: u32, head: u32, row: u32, key: i32)
 }
 {% endif %}
 
-{# A tile is brought in turns: in each, every thread has one place in the arrays, the same in all of them, and fetches what
-   belongs there into registers. Where an array has fewer places than there are threads, several are filled at once, and
-   `part` says by whom. #}
+{# A tile is brought in turns: in each, every thread has one place, the same for all keys of a chunk, and fetches what
+   belongs there into registers. Where there are fewer places than threads, several keys are brought at once, and `part`
+   says by whom. #}
 {% set together = [threads // tile_vectors, 1] | max %}
 {% set turns = (tile_vectors + threads - 1) // threads %}
 {% macro places() %}
 {% for turn in range(turns) %}
     let place{{ turn }} = thread{{ " %% %du" % tile_vectors if together > 1 else " + %du" % (turn * threads) if turn else "" }};
+    let spot{{ turn }} = spot_of(place{{ turn }});
 {% endfor %}
 {% if together > 1 %}
     let part = thread / {{ tile_vectors }}u;
@@ -159,7 +172,7 @@ fn shown(logit: f32, seen: vec2<i32>, batch: u32, head: u32, row: u32, key: i32)
 {% set conditions = [] %}
 {% if together > 1 %}{% do conditions.append("part == %du" % z) %}{% endif %}
 {% if together == 1 and (turn + 1) * threads > tile_vectors %}{% do conditions.append("place%d < %du" % (turn, tile_vectors)) %}{% endif %}
-        {{ "if (%s) { " % conditions[0] if conditions }}tile{{ x + z }}[place{{ turn }}] = fetched{{ turn }}_{{ x }};{{ " }" if conditions }}
+        {{ "if (%s) { " % conditions[0] if conditions }}tile[spot{{ turn }}.x][{{ x + z }}][spot{{ turn }}.y][spot{{ turn }}.z] = fetched{{ turn }}_{{ x }};{{ " }" if conditions }}
 {% endfor %}
 {% endfor %}
 {% endfor %}
@@ -167,7 +180,7 @@ fn shown(logit: f32, seen: vec2<i32>, batch: u32, head: u32, row: u32, key: i32)
 {# product{i}_{x}: what this lane's elements add to q·k of the row in registers i, with key x of the chunk. #}
 {% macro multiply(x) %}
 {% for n in range(q_each) %}
-                let k{{ n }} = tile{{ x }}[k_at + {{ n * lanes }}u];
+                let k{{ n }} = tile[chunk][{{ x }}][{{ n }}][lane];
 {% endfor %}
 {% for n in range(q_each) %}
 {% for i in range(rows) %}
@@ -193,7 +206,7 @@ fn shown(logit: f32, seen: vec2<i32>, batch: u32, head: u32, row: u32, key: i32)
 {% endif %}
 {% endmacro %}
 {% macro told(name, i) -%}
-{{ name if i == 0 else ("subgroupShuffleXor(%s, %du)" % (name, i) if subgroups else "factors[thread ^ %du]" % i) }}
+{{ name if i == 0 else ("subgroupShuffleXor(%s, %du)" % (name, i * apart) if subgroups else "factors[thread ^ %du]" % (i * apart)) }}
 {%- endmacro %}
 {# Keys that a row at `position` sees, of those that are bound. #}
 {% macro visible(position) -%}
@@ -226,7 +239,7 @@ fn shown(logit: f32, seen: vec2<i32>, batch: u32, head: u32, row: u32, key: i32)
 {% endmacro %}
 {% macro weigh(declaration) %}
 {% for x in range(unroll) %}
-            {{ declaration }}weight{{ x }} = exp2({{ "(logit%d - reference) * LOG2E" % x if variant.bias else "fma(logit%d, LOG2E, -reference)" % x }});
+            {{ declaration }}weight{{ x }} = exp2({{ "(logit%d - reference) * LOG2E" % x if variant.bias else "fma(logit%d, %s, -reference)" % (x, power) }});
 {% endfor %}
 {% endmacro %}
 {# Names with a number, combined in pairs: shorter chains for the GPU to wait for than one after the other. #}
@@ -283,9 +296,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let whole_past = of_top.y;
 
     // The row that this lane sums for: its own of the team.
-    let lane = thread % {{ lanes }}u;
+    let lane = thread / {{ apart }}u % {{ lanes }}u;
+    let team = thread / {{ apart * lanes }}u * {{ apart }}u + thread % {{ apart }}u;
     let own = lane % {{ rows }}u;
-    let team_query = first_query + i32(thread / {{ lanes }}u * {{ rows }}u);
+    let team_query = first_query + i32(team * {{ rows }}u);
     let query = team_query + i32(own);
     // Rows that this call has memory for: a tensor that is larger than a binding is worked on in pieces.
     let row = u32(first_token + query) - params.first_row;
@@ -311,7 +325,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var out{{ i }}_{{ n }} = vec4<f32>();
 {% endfor %}
 {% endfor %}
-    // Of this lane's own row: weights are powers of two, 2^({{ "(logit - reference) · log2(e)" if variant.bias else "logit · log2(e) - reference" }}).
+    // Of this lane's own row: weights are powers of two, 2^({{ "(logit - reference) · log2(e)" if variant.bias else "q·k · power - reference" if direct else "logit · log2(e) - reference" }}).
     var reference = {{ first_reference }};
     var total = 0.0;
 {% if chain %}
@@ -361,8 +375,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% else %}
             if (chunk_first >= past) { break; }
 {% endif %}
-            let k_at = chunk * {{ q_row }}u + lane;
-            let v_at = chunk * {{ v_row }}u + lane + {{ k_vectors }}u;
 
             // Products of q and k: each lane's share, then summed over the team.
 {% for x in range(unroll) %}
@@ -374,11 +386,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% if subgroups %}
 {% for step in steps if step < rows %}
 {% for i in range(0, rows, 2 * step) %}
-                product{{ i }}_{{ x }} += subgroupShuffleXor(product{{ i + step }}_{{ x }}, {{ step }}u);
+                product{{ i }}_{{ x }} += subgroupShuffleXor(product{{ i + step }}_{{ x }}, {{ step * apart }}u);
 {% endfor %}
 {% endfor %}
 {% for step in steps if rows <= step < lanes %}
-                product0_{{ x }} += subgroupShuffleXor(product0_{{ x }}, {{ step }}u);
+                product0_{{ x }} += subgroupShuffleXor(product0_{{ x }}, {{ step * apart }}u);
 {% endfor %}
 {% endif %}
             }
@@ -394,7 +406,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             {
                 var sum = {{ kind }}({% for x in range(width) %}{{ ", " if x else "" }}product0_{{ part * width + x }}{% endfor %});
 {% for other in range(1, lanes) %}
-                sum += products{{ other % rows }}_{{ part }}[thread ^ {{ other }}u];
+                sum += products{{ other % rows }}_{{ part }}[thread ^ {{ other * apart }}u];
 {% endfor %}
 {% for x in range(width) %}
                 product0_{{ part * width + x }} = sum{{ "[%d]" % x if width > 1 else "" }};
@@ -405,7 +417,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 
             // Logits of this lane's own row.
 {% for x in range(unroll) %}
-            var logit{{ x }} = logit_of(product0_{{ x }});
+            var logit{{ x }} = {{ "product0_%d" % x if direct else "logit_of(product0_%d)" % x }};
 {% if hides %}
             logit{{ x }} = shown(logit{{ x }}, seen, batch, head, row, chunk_first + {{ x }});
 {% endif %}
@@ -413,14 +425,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% if not hides %}
             if (!whole) {
 {% for x in range(unroll) %}
-                logit{{ x }} = select(HIDDEN, logit{{ x }}, chunk_first + {{ x }} >= seen.x && chunk_first + {{ x }} < seen.y);
+                logit{{ x }} = select({{ hidden }}, logit{{ x }}, chunk_first + {{ x }} >= seen.x && chunk_first + {{ x }} < seen.y);
 {% endfor %}
             }
 {% endif %}
 
             // The reference follows the highest logit, but seldom: weights may be as large as 2^SLACK. With subgroups they are
             // computed before it is known whether it moves, and once more if it does: the answer takes its time.
-            let highest = {{ in_pairs("logit", 0, unroll, ("max(", ", ")) }}{{ "" if variant.bias else " * LOG2E" }};
+            let highest = {{ in_pairs("logit", 0, unroll, ("max(", ", ")) }}{{ "" if variant.bias else " * " ~ power }};
 {% if subgroups %}
 {{ weigh("var ") }}
             if (subgroupAny(highest > reference + SLACK)) {
@@ -460,7 +472,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             workgroupBarrier();
 {% for i in range(rows) %}
             {
-                let shrink{{ i }} = {{ "factors[thread ^ %du]" % i if i else "shrink" }};
+                let shrink{{ i }} = {{ "factors[thread ^ %du]" % (i * apart) if i else "shrink" }};
                 if (shrink{{ i }} != 1.0) {
 {% for n in range(v_each) %}
                     out{{ i }}_{{ n }} *= shrink{{ i }};
@@ -469,7 +481,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             }
 {% if i %}
 {% for part in range(unroll // width) %}
-            let weights{{ i }}_{{ part }} = weights_{{ part }}[thread ^ {{ i }}u];
+            let weights{{ i }}_{{ part }} = weights_{{ part }}[thread ^ {{ i * apart }}u];
 {% endfor %}
 {% endif %}
 {% endfor %}
@@ -479,13 +491,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% for x in range(unroll) %}
             {
 {% for n in range(v_each) %}
-                {{ "var" if hides else "let" }} v{{ n }} = tile{{ x }}[v_at + {{ n * lanes }}u];
+                {{ "var" if hides else "let" }} v{{ n }} = tile[chunk][{{ x }}][{{ q_each + n }}][lane];
 {% endfor %}
 {% for i in range(rows) %}
 {% if i == 0 %}
                 {{ "var" if hides else "let" }} w0 = weight{{ x }};
 {% elif subgroups %}
-                {{ "var" if hides else "let" }} w{{ i }} = subgroupShuffleXor(weight{{ x }}, {{ i }}u);
+                {{ "var" if hides else "let" }} w{{ i }} = subgroupShuffleXor(weight{{ x }}, {{ i * apart }}u);
 {% else %}
                 {{ "var" if hides else "let" }} w{{ i }} = weights{{ i }}_{{ x // width }}{{ "[%d]" % (x % width) if width > 1 else "" }};
 {% endif %}
@@ -528,7 +540,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         reference = higher;
     }
 {% endif %}
-    var row_lse = {{ "reference + log(total)" if variant.bias else "fma(reference, LN2, log(total))" }};
+    var row_lse = {{ "reference + log(total)" if variant.bias else "fma(reference, %s, log(total))" % ("params.natural" if direct else "LN2") }};
     if (empty) { row_lse = negative_infinity(); }
 {% if windowed %}
     let so_far = vec4<f32>(reference, total, 0.0, 0.0);

@@ -2,10 +2,10 @@
 //
 //   logits   (rows, width), targets (rows), row_grads (rows): the gradient of each row's loss
 //   losses   (rows)       (1 - a) (lse - z_t) + a (lse - mean z) + b lse²      z = c tanh(x / c), or x
-//   stats    (rows, 2)    highest z, total of exp(z - highest)
+//   stats    (rows, 2)    a reference r, the highest z or near it; total of exp(z - r)
 //   dlogits  (rows, width)    (exp(z - lse) (1 + 2 b lse) - a / width - (1 - a) [column = t]) (1 - (z / c)²) · row_grad
 //
-// With a = label_smoothing (Szegedy et al. 2015), b = z_loss (Chowdhery et al. 2022), c = softcap (Gemma 2, 2024). Highest
+// With a = label_smoothing (Szegedy et al. 2015), b = z_loss (Chowdhery et al. 2022), c = softcap (Gemma 2, 2024). Reference
 // and total are kept, not lse: at an lse of 100 its own rounding would cost the gradient two digits.
 //
 // A row is read into registers whole, or walked: forwards for its statistics, the last part kept, then backwards for the
@@ -18,6 +18,7 @@
 // turns (does a workgroup that has a row to itself take several?), and those of rows.wgsl
 {% import "rows.wgsl" as rows with context %}
 {% set alone = lanes == threads %}{# a workgroup has a row to itself #}
+{% set sampled = dtype != "f32" and aligned and not cap %}{# references are looked for among few values: see `fold` #}
 {{ rows.read("logits") }}
 {{ input("targets", "u64" if targets == "i64" else "i32", 1) }}
 {% if gradient %}
@@ -85,15 +86,67 @@ fn slope(logits: Raw, highest: f32, factor: f32, away: vec4<f32>) -> vec4<f32> {
 }
 {% endif %}
 
-{% macro fold(chunk, ahead) %}
-{% for k in range(held) %}
+{% if sampled %}
+// What the powers of a thread may sum up to, before a reference is too low for them: exponents below 16 are exact enough.
+const MOST = 65536.0;
+
+{% endif %}
+{# z{k}, the values of the vector in registers k. #}
+{% macro value(chunk, k) %}
     let inside{{ k }} = inside(row, {{ chunk }} + {{ k }}u, lane);
     let z{{ k }} = select(vec4<f32>(nothing), capped(values_of(logits{{ k }})), inside{{ k }});
 {% if smooth %}
     plain += sum_of(select(vec4<f32>(0.0), z{{ k }}, inside{{ k }}));
 {% endif %}
+{% endmacro %}
+{# The same as `again`, for a `k` that is no constant, from memory: the registers may hold the next part already. #}
+{% macro value_again(chunk) %}
+            let again = select(vec4<f32>(nothing), values_of(raw_logits(row, {{ chunk }} + k, lane)), inside(row, {{ chunk }} + k, lane));
+{% endmacro %}
+{#
+  A part of a row into `state`. Looking for the highest value first means that all of them wait for it, unpacked: so many
+  registers that few threads have room. So 16 bits take for a reference the highest of two vectors, their own and
+  their neighbours', which needs to be near the highest of all, and no more. In the rare part where it is not, they begin again.
+#}
+{% macro fold(chunk, ahead) %}
+{% if sampled %}
+{% set sample = [held, 2] | min %}
+{% for k in range(sample) %}
+{{ value(chunk, k) }}
+{% endfor %}
+    var reference = max(state.x, {{ "max(highest_of(z0), highest_of(z1))" if sample == 2 else "highest_of(z0)" }});
+{% for reach in (1, 2, 4, 8, 16, 32, 64) if subgroup and reach < [lanes, subgroup] | min %}
+    reference = max(reference, subgroupShuffleXor(reference, {{ reach }}u));
+{% endfor %}
+    var more = 0.0;
+{% for k in range(held) %}
+{% if k >= sample %}
+{{ value(chunk, k) }}
+{% endif %}
+    more += sum_of(powers(z{{ k }}, reference));
+{{ rows.refill(["logits"], k, ahead) }}
+{% endfor %}
+    state = vec2<f32>(reference, state.y * exp2((state.x - reference) * LOG2E));
+    if (!(more <= MOST)) {
+        var higher = reference;
+        for (var k = 0u; k < {{ held }}u; k++) {
+{{ value_again(chunk) }}
+            higher = max(higher, highest_of(again));
+        }
+        more = 0.0;
+        for (var k = 0u; k < {{ held }}u; k++) {
+{{ value_again(chunk) }}
+            more += sum_of(powers(again, higher));
+        }
+        state = vec2<f32>(higher, state.y * exp2((state.x - higher) * LOG2E));
+    }
+    state.y += more * unit(state.x);
+{% else %}
+{% for k in range(held) %}
+{{ value(chunk, k) }}
 {% endfor %}
 {{ rows.fold_softmax("logits", ahead) }}
+{% endif %}
 {% endmacro %}
 
 {% macro finish(chunk, ahead, write) %}
@@ -141,7 +194,12 @@ fn slope(logits: Raw, highest: f32, factor: f32, away: vec4<f32>) -> vec4<f32> {
 {% else %}
         let at_target = capped(vec4<f32>(element_logits(row, target_class))).x;
 {% endif %}
-        var loss = {{ "(1.0 - params.smoothing) * " if smooth }}(log_total + (stat.x - at_target));
+        var of_target = log_total + (stat.x - at_target);
+{% if sampled %}
+        // Where the reference is low both are large, and their digits would go: the logarithm of a quotient keeps them.
+        if (abs(stat.x - at_target) < 40.0) { of_target = log(stat.y / (powers(vec4<f32>(at_target), stat.x).x * unit(stat.x))); }
+{% endif %}
+        var loss = {{ "(1.0 - params.smoothing) * " if smooth }}of_target;
 {% if smooth %}
         loss += params.smoothing * (log_total + (stat.x - mean));
 {% endif %}
