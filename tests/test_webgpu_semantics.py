@@ -182,6 +182,16 @@ def test_scales_of_any_size(scale, flags):
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("size", "scale"), [(1.7e19, 1e-3), (1.5e19, 1e-3), (1.2e19, 1.0), (1.7e19, 1e-10)], ids=str)
+def test_products_at_the_end_of_float32_are_seen(size, scale):
+    """One as low as they come is no hidden key."""
+    q, k, v = torch.zeros(1, 1, 2, 16), torch.zeros(1, 1, 3, 16), maker("webgpu").normal(1, 1, 3, 16)
+    q[..., 0], k[..., 0] = size, -size
+    out, lse = hw.attention(q, k, v, scale=scale, return_lse=True, backend="webgpu")
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand(-1, -1, 2, -1), rtol=3e-6, atol=3e-6)
+    torch.testing.assert_close(lse, torch.full((1, 1, 2), -size * size * scale), rtol=1e-6, atol=0.0)
+
+
 FLAGS = {
     "plain": {}, "causal": {"causal": True}, "window": {"window": (100, 30)}, "cap": {"softcap": 2.0},
     "mask": {"mask": True}, "bias": {"bias": True}, "sink": {"sink": True}, "lengths": {"kv_lengths": True},

@@ -145,13 +145,13 @@ def _direct(scale: float, variant: scores.Variant) -> tuple[float, ...]:
     """Numbers of weights that come from products q·k directly; none where something comes in between.
 
     power, which a product takes to be an exponent of two; natural, which takes that to the logit; the product of a key that
-    is hidden, which no power makes infinite; a first reference, well above it.
+    is hidden, as low as float32 goes and no power makes infinite; a first reference, above it by so much that 2 to it is 0.
     """
     if variant.mask or variant.bias or variant.cap or not 1e-30 < scale < 1e30:
         return ()
     power = float(np.float32(scale * math.log2(math.e)))
-    hidden = -2.35e38 * min(1.0, math.log2(math.e) / power)
-    return power, scale / power, hidden, hidden * power * math.log(2)
+    hidden = -3.39e38 * min(1.0, 1.0 / power)
+    return power, scale / power, hidden, hidden * power * (1 - 1e-4)
 
 
 def _most_keys(problem: _Problem, flags: Flags, packing: _Packing | None, rows: int) -> int:

@@ -20,6 +20,8 @@ ENOUGH_GROUPS = 1024
 # many need not take turns, either.
 WALKED_BY_FEW = 65536
 _FEW = rows.Tile(256, 256, 8, True)
+# Powers of differences are taken exactly there: a reference that is not the highest value itself would show the rounding of
+# its product with log2(e) wherever a GPU does not fuse multiplications with additions.
 # Where references are sampled a thread has room for so many vectors, and rows have so many threads, by their classes. They
 # are walked even where all of a row has room: a compiler that sees the same vectors twice seems to keep them unpacked in
 # between, and there are no registers for that.
@@ -39,7 +41,8 @@ def cross_entropy_forward(
     device: Device, logits: Region, targets: Region, ignore_index: int, label_smoothing: float, z_loss: float,
     softcap: float | None,
 ) -> tuple[Region, Region]:  # fmt: skip
-    """Losses of the rows (N,), and for backward (2, N) numbers: of each row in turn its highest logit and its total."""
+    """Losses of the rows (N,), and for backward (2, N) numbers: of each row in turn a reference, near its highest logit, and
+    its total of powers beside that."""
     losses, stats = _new_losses(device, targets)
     _launch(
         device, None, logits, targets, losses, stats, None, _Options(ignore_index, label_smoothing, z_loss, softcap)
@@ -118,7 +121,8 @@ def _tile(device: Device, width: int, dtype: torch.dtype, sampled: bool) -> rows
     if dtype.itemsize == 2 and tile.lanes > rows.THREADS:
         if sampled:
             threads = next((t for classes, t in _THREADS_BY_CLASSES.items() if width <= classes), rows.LONGEST_THREADS)
-            threads = min(threads, device.capabilities.workgroup_threads)
+            while threads > device.capabilities.workgroup_threads:  # a power of two, as sums across threads need it
+                threads //= 2
             parts = -(-width // (4 * threads * _MOST_SAMPLED))
             return rows.Tile(threads, threads, -(-width // (4 * threads * parts)), True)
         if width <= WALKED_BY_FEW:

@@ -61,7 +61,7 @@
 // How far a row's maximum may rise above the reference of its weights before they are brought down.
 const SLACK = 8.0;
 {# References are natural where there is a bias, and powers of two elsewhere (scores.wgsl says why). No logit that is seen
-   has one below the first. Where they are `direct`, what is called a logit below is a product still. #}
+   has one below the first, but where its product is the lowest that float32 has. Where they are `direct`, what is called a logit below is a product still. #}
 {% set to_powers = " * LOG2E" if variant.bias else "" %}
 {% set first_reference = "LOWEST" if variant.bias else "params.first_reference" if direct else "HIDDEN" %}
 {% set hidden = "params.hidden" if direct else "HIDDEN" %}

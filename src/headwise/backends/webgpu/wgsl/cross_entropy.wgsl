@@ -39,7 +39,7 @@
 {% if gradient %}
 {{ rows.writer("dlogits") }}
 {% endif %}
-{{ rows.softmax(exact=cap) }}
+{{ rows.softmax(exact=cap or sampled) }}
 {% if smooth and forward %}
 fn add(a: f32, b: f32) -> f32 { return a + b; }
 {{ rows.reduction("row_sum", "f32", "add") }}
@@ -74,9 +74,9 @@ fn capped(x: vec4<f32>) -> vec4<f32> { return x; }
 
 {% if gradient %}
 // The gradient, less `away`, of four logits of a row.
-fn slope(logits: Raw, highest: f32, factor: f32, away: vec4<f32>) -> vec4<f32> {
+fn slope(logits: Raw, reference: f32, factor: f32, away: vec4<f32>) -> vec4<f32> {
     let z = capped(values_of(logits));
-    let d = factor * powers(z, highest) - away;
+    let d = factor * powers(z, reference) - away;
 {% if cap %}
     let t = z / params.softcap;
     return d * (1.0 - t * t);
@@ -140,7 +140,7 @@ const MOST = 65536.0;
         }
         state = vec2<f32>(higher, state.y * exp2((state.x - higher) * LOG2E));
     }
-    state.y += more * unit(state.x);
+    state.y += more;
 {% else %}
 {% for k in range(held) %}
 {{ value(chunk, k) }}
@@ -197,7 +197,7 @@ const MOST = 65536.0;
         var of_target = log_total + (stat.x - at_target);
 {% if sampled %}
         // Where the reference is low both are large, and their digits would go: the logarithm of a quotient keeps them.
-        if (abs(stat.x - at_target) < 40.0) { of_target = log(stat.y / (powers(vec4<f32>(at_target), stat.x).x * unit(stat.x))); }
+        if (abs(stat.x - at_target) < 40.0) { of_target = log(stat.y / powers(vec4<f32>(at_target), stat.x).x); }
 {% endif %}
         var loss = {{ "(1.0 - params.smoothing) * " if smooth }}of_target;
 {% if smooth %}

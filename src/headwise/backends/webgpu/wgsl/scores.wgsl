@@ -19,9 +19,10 @@
   Powers are taken of two. The forward's weights are exp2(fma(logit, LOG2E, -reference)) with a reference in powers of two,
   and lse = reference · LN2 + log(Σ weights): the one rounding of the reference is the same for the row's weights and its
   lse. Where nothing but the band comes in between, it takes them from products, exp2(fma(product, power, -reference)) with
-  power = scale · log2(e) and lse = reference · (scale / power) + …: one rounding less. A bias may be any float, and the rounding of such a product larger than all powers there are: where there is one,
-  references are natural and weights exp2((logit - reference) · LOG2E). `logits(variant)` defines these for kernels that
-  want them: constants, logit_of, biased. `capping()` and `no_numbers()` are there alone too.
+  power = scale · log2(e) and lse = reference · (scale / power) + …: one rounding less. A bias may be any float, and the
+  rounding of such a product larger than all powers there are: where there is one, references are natural and weights
+  exp2((logit - reference) · LOG2E). `logits(variant)` defines these for kernels that want them: constants, logit_of,
+  biased. `capping()` and `no_numbers()` are there alone too.
 #}
 {% macro inputs(variant) %}
 {% if variant.mask %}
