@@ -41,7 +41,7 @@ def _inside(heads: int, length: int, last: int) -> tuple[int, int, int, int]:
 def maker_of_empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
     """What makes uninitialised contiguous tensors on the device of ``like``, again and again.
 
-    ``new_empty`` with a dtype takes 5.5 µs where this takes 4.3 (on the GPU of an Intel Xeon).
+    With a dtype ``new_empty`` takes 5.5 µs where ``new_empty_strided`` without one takes 4.3 (host of an NVIDIA H200).
     """
     empty = _empty(like.device, dtype)
     strides = tuple(math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))

@@ -93,7 +93,7 @@ def _launch(
     at = rows.layout(device, _tile(device, width, x.dtype, sampled), x)
     variant = {
         "targets": DTYPES[targets.dtype], "forward": losses is not None, "gradient": row_grads is not None,
-        "cap": options.softcap is not None, "smooth": options.label_smoothing > 0,
+        "cap": options.softcap is not None, "smooth": options.label_smoothing > 0, "sampled": sampled,
     }  # fmt: skip
     sides = {
         "targets": copies.contiguous(device, targets).with_shape((count,)),

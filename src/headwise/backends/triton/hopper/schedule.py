@@ -187,6 +187,7 @@ def answer(asked, counter, works):
 
 @gluon.jit
 def from_first_lane(x):
+    """What the first lane has. Of a number that all have, ptxas does not know that it is the same."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )

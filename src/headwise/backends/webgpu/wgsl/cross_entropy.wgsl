@@ -15,10 +15,10 @@
 // makes its row NaN. How rows lie on threads: rows.wgsl.
 //
 // variables: targets (their dtype), forward, gradient (what is written), cap, smooth (is there a softcap, a label smoothing?),
-// turns (does a workgroup that has a row to itself take several?), and those of rows.wgsl
+// turns (does a workgroup that has a row to itself take several?), sampled (are references looked for among few values? see
+// `fold`), and those of rows.wgsl
 {% import "rows.wgsl" as rows with context %}
 {% set alone = lanes == threads %}{# a workgroup has a row to itself #}
-{% set sampled = dtype != "f32" and aligned and not cap %}{# references are looked for among few values: see `fold` #}
 {{ rows.read("logits") }}
 {{ input("targets", "u64" if targets == "i64" else "i32", 1) }}
 {% if gradient %}
