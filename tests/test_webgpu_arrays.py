@@ -86,6 +86,33 @@ def test_two_gradients_of_one_memory_do_not_meet():
     assert torch.equal(w.grad.torch(), torch.full((3, 3), 3.0))
 
 
+def test_a_gradient_detached_by_hand_is_not_anybodys_memory():
+    shared = webgpu.array(torch.ones(3))
+
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return hw.softmax(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return shared.detach()
+
+    x = webgpu.array(torch.zeros(3)).requires_grad_()
+    for _ in range(2):
+        Constant.apply(x).backward(webgpu.array(torch.ones(3)))
+    assert torch.equal(x.grad.torch(), torch.full((3,), 2.0))
+    assert torch.equal(shared.torch(), torch.ones(3))
+
+
+def test_what_was_saved_for_backward_is_used_where_it_lies():
+    x, grad = (webgpu.array(torch.randn(5, 64)) for _ in range(2))
+    y = hw.softmax(x.requires_grad_())
+    before = webgpu.counts().dispatches
+    torch.autograd.grad(y, x, grad)
+    assert webgpu.counts().dispatches - before == 1
+
+
 def test_gradients_cross_the_bus_both_ways():
     torch.manual_seed(0)
     x = torch.randn(4, 5, requires_grad=True)

@@ -44,13 +44,17 @@ def _detach(x: Array) -> Array:
     """A view; but of a gradient whose memory others refer to, a copy.
 
     Autograd keeps what it detaches as somebody's ``.grad`` and adds to it in place later: that must not be the memory of
-    another gradient (one of ``x`` and of ``w`` in ``x + w.t()``).
+    another gradient (one of ``x`` and of ``w`` in ``x + w.t()``). What an op saved in its forward pass, which is detached
+    when it is saved and again when it is used, is not such a gradient.
     """
-    storage = x._region.storage
     in_backward = torch._C._current_graph_task_id() != -1
-    if in_backward and not x.requires_grad and sys.getrefcount(storage) > _ONE_OWNER:
+    may_be_kept = in_backward and not x.requires_grad and not x._detached_in_forward
+    storage = x._region.storage
+    if may_be_kept and sys.getrefcount(storage) > _ONE_OWNER:
         return _clone(x)
-    return Array(x._region, x._device)
+    made = Array(x._region, x._device)
+    made._detached_in_forward = not in_backward
+    return made
 
 
 _ONE_OWNER = 3  # references to a storage: of its region, of a local name, of the call that counts
