@@ -107,6 +107,12 @@ def test_backward_compiles_and_keeps_to_the_registers(name, tmp_path):
     assert "ATOMG.E.ADD.F32" not in code
 
 
+@pytest.mark.parametrize("flags", [FULL, CAUSAL, WINDOW], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_no_length_is_a_constant(head_dim, flags):
+    assert len({plan(head_dim, flags, keys=keys).constants for keys in (1, 333, 4000, 4096, 20000)}) == 1
+
+
 ROWS = {
     "prepare": {"D": 192, "WIDTH": 192, "BLOCK_D": 256, "ROWS": 64, "SUMS": 4096, "ALIGN": 8},
     "finish": {"D": 192, "ROWS": 64, "COLUMNS": 64, "PIECES": 3, "ALIGN": 8},

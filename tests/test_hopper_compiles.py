@@ -172,6 +172,18 @@ def test_tiles_of_head_dim_128(length, banded, keys, packed):
     assert forward_tile(128, length, packed, banded, 4096, 132).keys == keys
 
 
+def test_a_cache_that_grows_compiles_nothing():
+    window = CAUSAL._replace(left=1023)
+
+    def constants(keys):
+        q, k = ((1, 16, length, 128) for length in (2048, keys))
+        strides = ((2**26, 128, 2048, 1),) * 4
+        made = attention_forward._plan(torch.bfloat16, q, k, 128, strides, False, None, 0, 0, window, 132, None)
+        return made.constants
+
+    assert len({constants(keys) for keys in (2049, 3000, 3072, 4096, 20000)}) == 1
+
+
 def test_a_packed_batch_has_the_tile_of_its_average_sequence():
     def chosen(sequences, longest):
         shape, strides = (1, 16, 32768, 128), (2**26, 128, 2048, 1)

@@ -45,6 +45,7 @@ PART = {"LINES": 512, "LINE": 8}
 WEIGHT = {"HAS_WEIGHT": True}
 KERNELS = {
     "softmax forward": (softmax._forward_held, HELD, 8),
+    "softmax forward, rows ahead": (softmax._forward_ahead, {"COLUMNS": 32768, "STAGES": 3}, 16),
     "softmax forward, long rows": (softmax._forward_walk, {"LINES": 4096, "LINE": 8, "STAGES": 1}, 32),
     "softmax forward, parts": (softmax._forward_parts, PART, 4),
     "softmax forward, joining": (softmax._forward_join, {**PART, "PARTS": 64}, 4),
@@ -53,7 +54,7 @@ KERNELS = {
     "softmax backward, parts": (softmax._backward_parts, PART, 4),
     "softmax backward, joining": (softmax._backward_join, {**PART, "PARTS": 64}, 4),
     "rms_norm forward": (rms_norm._forward_held, {**HELD, **WEIGHT}, 8),
-    "rms_norm forward, long rows": (rms_norm._forward_walk, {**LONG, "STAGES": 1, **WEIGHT}, 32),
+    "rms_norm forward, long rows": (rms_norm._forward_walk, {"LINES": 4096, "LINE": 8, "STAGES": 1, **WEIGHT}, 32),
     "rms_norm forward, parts": (rms_norm._forward_parts, PART, 4),
     "rms_norm forward, joining": (rms_norm._forward_join, {**PART, **WEIGHT, "PARTS": 64}, 4),
     "rms_norm backward": (rms_norm._backward_held, {**HELD, **WEIGHT, "SHARES": 1, "STAGES": 3}, 8),

@@ -125,6 +125,15 @@ def ends(count: int) -> list[slice]:
     return [slice(0, 3), slice(count - 3, count)]
 
 
+def test_softmax_of_many_rows_that_fill_a_multiprocessor():
+    x = normal(9 * torch.cuda.get_device_properties(DEVICE).multi_processor_count + 5, 20000)
+    x[3] = -torch.inf
+    out = hw.softmax(x)
+    assert not out[3].any()
+    x[3], out[3] = 0, 1 / 20000
+    assert_close(out, torch.softmax(x.float(), -1))
+
+
 def test_softmax():
     x = normal(LARGE // 131072, 131072, seed=1, scale=3.0).requires_grad_()
     assert x.numel() > 2**31

@@ -40,6 +40,7 @@ SUITE = Suite(
         Case("rows of 1", {"shape": (5, 1)}, QUICK),
         Case("rows of 111", {"shape": (7, 111)}, QUICK),
         Case("rows of 4096", {"shape": (64, 4096)}, QUICK),
+        Case("many rows of 20000", {"shape": (25, 20000)}),
         Case("rows of 50257", {"shape": (3, 50257)}),
         Case("many rows", {"shape": (4, 300, 96)}),
         Case("rows of -inf", {"shape": (10, 130), "empty_rows": True}, QUICK),

@@ -73,11 +73,13 @@ def _forward_walk(
             a = tl.load(x + row * x_stride + column, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
             squares += tl.sum(a * a, 1)
         column, inside = block_columns(last, width, LINES, LINE)
-        held = tl.load(x + row * x_stride + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-        gain = _gain(weight, column, inside, weight_offset, HAS_WEIGHT)
-        r = tl.rsqrt(tl.sum(squares + tl.sum(held * held, 1), 0) / width + eps)
+        held = tl.load(x + row * x_stride + column, inside, 0.0, eviction_policy="evict_first")
+        a = held.to(tl.float32)
+        r = tl.rsqrt(tl.sum(squares + tl.sum(a * a, 1), 0) / width + eps)
         tl.store(rstd + row, r)
-        result = (held * r * gain).to(y.dtype.element_ty)
+        result = (held.to(tl.float32) * r * _gain(weight, column, inside, weight_offset, HAS_WEIGHT)).to(
+            y.dtype.element_ty
+        )
         tl.store(y + row * width + column, result, inside, eviction_policy="evict_first")
         for back in tl.range(1, last + 1, num_stages=STAGES):
             column, inside = block_columns(last - back, width, LINES, LINE)
@@ -205,7 +207,7 @@ def _add_parts(parts, dweight, count, width, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def _walk_block(width: int, *tensors: tuple[Tensor, int]) -> Block:
-    return long_block(16384, 32, 1, width, *tensors)
+    return long_block(65536 // tensors[0][0].element_size(), 32, 1, width, *tensors)
 
 
 def _split_block(width: int, *tensors: tuple[Tensor, int]) -> Block:

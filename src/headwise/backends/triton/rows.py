@@ -1,6 +1,7 @@
 """What the row kernels share: tensors as matrices of rows, and how the work is cut, from sizes alone.
 
-Short rows are held: a program reads a few whole rows into registers. Long rows are walked: one program per
+Short rows are held: a program reads a few whole rows into registers. Where one row fills a multiprocessor, the next are
+fetched meanwhile (softmax). Long rows are walked: one program per
 multiprocessor goes through a row forwards for its statistics, keeps the last block, and goes backwards to use them, so
 that the second reading meets the second-level cache. A few long rows are split: a kernel for the statistics of each
 part, then one that combines them in order.
@@ -20,7 +21,9 @@ LONGEST_HELD_ROW = 65536  # bytes; longer ones do not fit the registers of 32 wa
 LOWEST = tl.constexpr(
     -3.4028234663852886e38
 )  # of float32: a maximum to start from that is finite, so that no exp is NaN
+STAGES_AHEAD = 3  # of a loop over rows that fetches two ahead, into shared memory
 _CACHE = 36 << 20  # bytes of it that may be counted on
+_FOR_REDUCTIONS = 4096  # bytes of shared memory
 _TILE = 2048  # elements per program where rows are short and several share one
 
 
@@ -65,6 +68,21 @@ def holds(width: int, x: Tensor) -> bool:
     return width * x.element_size() <= LONGEST_HELD_ROW
 
 
+def fetches_ahead(rows: int, width: int, stride: int, x: Tensor) -> bool:
+    """Is a held row so long that a multiprocessor holds no second one, and has it shared memory for the next two?
+
+    Measured on an H200 to be worth it in 16 bits, with many rows for each multiprocessor, that are read in lines.
+    """
+    row = power_of_two(width) * 2
+    return (
+        x.element_size() == 2
+        and width % 8 == stride % 8 == 0
+        and rows >= 8 * multiprocessors(x)
+        and row > LONGEST_HELD_ROW // 2
+        and 2 * row + _FOR_REDUCTIONS <= _shared_memory(x)
+    )
+
+
 def long_block(
     elements: int, warps: int, stages: int, width: int, *tensors: tuple[Tensor, int], shifted: bool = False
 ) -> Block:
@@ -106,6 +124,17 @@ def multiprocessors(x: Tensor) -> int:
 @functools.cache
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _shared_memory(x: Tensor) -> int:
+    """Bytes that a program may have."""
+    return _shared_memory_of(x.get_device()) if x.is_cuda else 228 << 10
+
+
+@functools.cache
+def _shared_memory_of(device: int) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
 
 
 @triton.jit

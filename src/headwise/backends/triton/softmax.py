@@ -14,15 +14,18 @@ from headwise import layout
 from headwise.backends.triton.launch import Plan, launch
 from headwise.backends.triton.rows import (
     LOWEST,
+    STAGES_AHEAD,
     Block,
     as_rows,
     block_columns,
     empty_rows_like,
+    fetches_ahead,
     few,
     held_tile,
     holds,
     join_softmax,
     long_block,
+    multiprocessors,
     online_softmax,
     power_of_two,
     walkers,
@@ -31,17 +34,32 @@ from headwise.backends.triton.rows import (
 _LONGEST_HELD_BACKWARD = 16384  # elements: two inputs are held
 
 
+@triton.jit
+def _softmax_of(a):
+    """Of whole rows [ROWS, COLUMNS] in float32."""
+    highest = tl.maximum(tl.max(a, 1), LOWEST)  # a row of -inf: weights of zero, not NaN
+    weights = tl.exp(a - highest[:, None])
+    total = tl.sum(weights, 1)
+    return weights * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _forward_held(x, y, rows, width, x_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     column = tl.arange(0, COLUMNS)  # [COLUMNS]
     inside = (row < rows)[:, None] & (column < width)[None, :]
     a = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=-float("inf")).to(tl.float32)
-    highest = tl.maximum(tl.max(a, 1), LOWEST)  # a row of -inf: weights of zero, not NaN
-    weights = tl.exp(a - highest[:, None])
-    total = tl.sum(weights, 1)
-    probs = weights * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    tl.store(y + row[:, None] * width + column[None, :], probs.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + row[:, None] * width + column[None, :], _softmax_of(a).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward_ahead(x, y, rows, width, x_stride, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+    """Rows of which a multiprocessor holds one: the next ones are on their way while it is computed."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    for i in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
+        row = tl.full((), 0, tl.int64) + i
+        a = tl.load(x + row * x_stride + column, mask=column < width, other=-float("inf")).to(tl.float32)
+        tl.store(y + row * width + column, _softmax_of(a).to(y.dtype.element_ty), mask=column < width)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -178,7 +196,9 @@ def prepare_softmax_forward(x: Tensor) -> Callable[[Tensor], Tensor]:
     width = shape[-1]
     if x.numel() == 0 or not holds(width, x):  # how long rows are cut depends on their addresses too
         return _forward_long
-    launch = _held_plan(x.numel() // width, width, as_rows(x)[1]).bound(x.get_device(), x.dtype, x.dtype)
+    rows, stride = x.numel() // width, as_rows(x)[1]
+    plan = _held_plan(rows, width, stride, multiprocessors(x) if fetches_ahead(rows, width, stride, x) else 0)
+    launch = plan.bound(x.get_device(), x.dtype, x.dtype)
     make = layout.maker_of_empty(x, shape, x.dtype)
 
     def run(x: Tensor) -> Tensor:
@@ -193,7 +213,11 @@ softmax_forward.prepare = prepare_softmax_forward  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=4096)
-def _held_plan(rows: int, width: int, stride: int) -> Plan:
+def _held_plan(rows: int, width: int, stride: int, processors: int) -> Plan:
+    """``processors``: how many of them fetch rows ahead; 0 where none does."""
+    if processors:
+        grid = (min(rows, processors), 1, 1)
+        return Plan(_forward_ahead, grid, (rows, width, stride), (power_of_two(width), STAGES_AHEAD), 16, 3)
     per_program, columns, warps = held_tile(width, 512)  # exp keeps more warps busy
     grid = (triton.cdiv(rows, per_program), 1, 1)
     return Plan(_forward_held, grid, (rows, width, stride), (per_program, columns), warps, 3)

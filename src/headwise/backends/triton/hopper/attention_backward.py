@@ -179,7 +179,7 @@ def _plan(
         tuple(enumerate(boxes)),
         (tiles, batch * key_heads, together, rows, keys, row_blocks, batch * row_blocks, left, right, key_heads,
          heads // key_heads, flags.scale, score_scale, cap * _LOG2E),
-        (cap > 0, left >= 0, right >= 0, packed or keys % tile.keys != 0, packed, heads > key_heads, flags.deterministic,
+        (cap > 0, left >= 0, right >= 0, packed, heads > key_heads, flags.deterministic,
          tile.rows, tile.keys, width, tile.stages, tile.kv_stages),
     )  # fmt: skip
 

@@ -190,7 +190,7 @@ def _consume(
                         is_first_at(m, edge, X), numbers, low, offset, keys, left, right, buffers, ds_s, barriers, False, X,
                     )  # fmt: skip
                     step += 1
-                if (X.has_right or X.has_tail) and not X.upwards:
+                if not X.upwards:
                     for i in range(0, whole_begin - begin):
                         m = block_at(i, begin, whole_begin, X)
                         products, dk, dv = _step(
@@ -232,13 +232,13 @@ def _consume(
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, sums, turns, ticket, records, tiles, batch_heads,
     together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale, score_scale, softcap,
-    HAS_CAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_TAIL: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     PACKED: gl.constexpr, GROUPED: gl.constexpr, DETERMINISTIC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(KV_STAGES == 2)  # the place that is given back is the other one
     X: gl.constexpr = constants(
-        HAS_CAP, HAS_LEFT, HAS_RIGHT, HAS_TAIL, PACKED, GROUPED, DETERMINISTIC, BM, BN, D, STAGES, KV_STAGES
+        HAS_CAP, HAS_LEFT, HAS_RIGHT, PACKED, GROUPED, DETERMINISTIC, BM, BN, D, STAGES, KV_STAGES
     )
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     DTYPE: gl.constexpr = q_desc.dtype

@@ -31,7 +31,6 @@ class Variant(NamedTuple):
     has_cap: Any
     has_left: Any
     has_right: Any
-    has_tail: Any  # some tile has keys past the last one
     packed: Any
     grouped: Any  # several query heads share a key head
     deterministic: Any

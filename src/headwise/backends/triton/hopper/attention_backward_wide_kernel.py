@@ -114,9 +114,8 @@ def _weigh(dv_desc, buffers, p_s, mail, barriers, where, numbers, X: gl.constexp
             for i in range(0, steps):
                 stage = step % X.stages
                 p = weights_of(products, lse_s.index(stage).load(_SCORES), score_scale, softcap, X)
-                if X.has_left or X.has_right or X.has_tail:
-                    if (m < whole_begin) | (m >= whole_end):
-                        p = only_seen(p, m, n * X.keys, keys - rows, keys, left, right, X)
+                if (m < whole_begin) | (m >= whole_end):
+                    p = only_seen(p, m, n * X.keys, keys - rows, keys, left, right, X)
                 p_16 = gl.convert_layout(p.to(q_s.dtype), gl.DotOperandLayout(0, _LAYOUT0, 2))
                 mbarrier.wait(p_empty.index(0), (step & 1) ^ 1)
                 p_s.store(in_fragment_order(p))
@@ -265,13 +264,13 @@ def _spread(
 def wide_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, sums, turns, ticket, records, tiles, batch_heads,
     together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale, score_scale, softcap,
-    HAS_CAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_TAIL: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     PACKED: gl.constexpr, GROUPED: gl.constexpr, DETERMINISTIC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(KV_STAGES == 1)
     X: gl.constexpr = constants(
-        HAS_CAP, HAS_LEFT, HAS_RIGHT, HAS_TAIL, PACKED, GROUPED, DETERMINISTIC, BM, BN, D, STAGES, KV_STAGES
+        HAS_CAP, HAS_LEFT, HAS_RIGHT, PACKED, GROUPED, DETERMINISTIC, BM, BN, D, STAGES, KV_STAGES
     )
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     DTYPE: gl.constexpr = q_desc.dtype

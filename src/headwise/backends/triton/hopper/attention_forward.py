@@ -60,7 +60,9 @@ def _plan(
     groups = -(-batch * heads // min(fitting, batch * heads))
     at_once = -(-batch * heads // groups)
     left, right = band_of(flags, q_length, k_length)
-    unseen = left >= 0 and k_length - q_length > left  # keys before the first query's window
+    # There may be keys before the first query's window. That it depends on which length is larger, and not on by how much,
+    # keeps a cache that grows from compiling another kernel.
+    unseen = left >= 0 and k_length > q_length
     unit, inner = flags.scale * _LOG2E, 1.0
     if flags.softcap:
         unit, inner = flags.softcap * _LOG2E, 2.0 * _LOG2E * flags.scale / flags.softcap
