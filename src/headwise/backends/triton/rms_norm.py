@@ -234,7 +234,7 @@ def _backward_tile(width: int, element: int) -> _Held | None:
         return None
     if columns > 8192:
         return _Held(1, 8192, 2, 3, 8, 1)
-    if columns <= 128 and element == 2:
+    if columns <= 256 and element == 2:
         return _Held(min(256, 16384 // columns), columns, 1, 2, 8, 4)
     rows = max(1, min(32, 16384 // (columns * element)))
     return _Held(rows, columns, 1, 3, 4 if columns < 4096 else 8, max(1, min(8, 1024 // columns)))
