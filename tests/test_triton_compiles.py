@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 from headwise.backends.triton import cross_entropy, decode, embedding, merge, probs, rms_norm, softmax, transpose
 from headwise.backends.triton import launch as launching
+from headwise.backends.triton.rows import FOR_REDUCTIONS, LONGEST_HELD_ROW, STAGES_AHEAD, fetches_ahead
 from headwise.ops.attention._arguments import Flags
 
 # The release that the tiles and blocks were chosen with.
@@ -45,7 +46,6 @@ PART = {"LINES": 512, "LINE": 8}
 WEIGHT = {"HAS_WEIGHT": True}
 KERNELS = {
     "softmax forward": (softmax._forward_held, HELD, 8),
-    "softmax forward, rows ahead": (softmax._forward_ahead, {"COLUMNS": 32768, "STAGES": 3}, 16),
     "softmax forward, long rows": (softmax._forward_walk, {"LINES": 4096, "LINE": 8, "STAGES": 1}, 32),
     "softmax forward, parts": (softmax._forward_parts, PART, 4),
     "softmax forward, joining": (softmax._forward_join, {**PART, "PARTS": 64}, 4),
@@ -113,6 +113,31 @@ def test_kernel_compiles_and_fits(name, target):
     assert compiled.metadata.shared <= shared_memory
 
 
+@pytest.mark.parametrize("target", [name for name, (_, memory) in TARGETS.items() if memory > 2 * LONGEST_HELD_ROW])
+def test_softmax_fetches_two_rows_ahead(target):
+    kernel, constants = softmax._forward_ahead, {"COLUMNS": 32768, "STAGES": STAGES_AHEAD}
+    signature = {argument: _type(argument, constants) for argument in kernel.arg_names}
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in ("x", "y", "width", "x_stride")}
+    gpu, shared_memory = TARGETS[target]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=gpu, options={"num_warps": 16, "enable_fp_fusion": True})
+    assert "cp.async" in compiled.asm["ptx"]
+    assert 2 * LONGEST_HELD_ROW <= compiled.metadata.shared <= 2 * LONGEST_HELD_ROW + FOR_REDUCTIONS <= shared_memory
+
+
+def test_softmax_does_not_fetch_rows_ahead_that_triton_would_read_one_by_one():
+    def ahead(*shape, dtype=torch.bfloat16, stride=None):
+        x = torch.empty(shape, dtype=dtype, device="meta")
+        return fetches_ahead(*shape, stride or shape[1], x)
+
+    assert ahead(24, 20000)
+    assert not ahead(23, 20000)
+    assert not ahead(24, 20008)
+    assert not ahead(24, 20000, stride=20008)
+    assert not ahead(24, 16384)
+    assert not ahead(24, 20000, dtype=torch.float32)
+
+
 def _cross_entropy_both(x, n, smoothing, softcap):
     cross_entropy.cross_entropy_forward_backward(n.float(), x, n, -100, smoothing, 0.1, softcap)
 
@@ -150,7 +175,7 @@ def row_launches(monkeypatch):
 WIDE = {
     "softmax_forward": [("bfloat16", 32768), ("bfloat16", 131072), ("bfloat16", 50257), ("float32", 131072)],
     "softmax_backward": [("bfloat16", 16384), ("bfloat16", 131072), ("float32", 131072)],
-    "rms_norm_forward": [("bfloat16", 32768), ("bfloat16", 131072), ("float32", 131072)],
+    "rms_norm_forward": [("bfloat16", 32768), ("bfloat16", 131072), ("bfloat16", 50257), ("float32", 131072)],
     "rms_norm_backward": [("bfloat16", 128), ("bfloat16", 16384), ("bfloat16", 131072), ("float32", 8192)],
     "cross_entropy_forward": [("bfloat16", 131072)],
     "cross_entropy_both": [("bfloat16", 50257), ("float32", 131072)],

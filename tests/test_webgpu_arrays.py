@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import headwise as hw
 from headwise import webgpu
@@ -86,31 +87,70 @@ def test_two_gradients_of_one_memory_do_not_meet():
     assert torch.equal(w.grad.torch(), torch.full((3, 3), 3.0))
 
 
-def test_a_gradient_detached_by_hand_is_not_anybodys_memory():
-    shared = webgpu.array(torch.ones(3))
+class _GradientFrom(torch.autograd.Function):
+    """softmax(x), whose backward pass says that the gradient of x is what ``of(ctx, out)`` was in the forward pass."""
 
-    class Constant(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return hw.softmax(x)
+    @staticmethod
+    def forward(ctx, x, of):
+        out = hw.softmax(x)
+        ctx.save_for_backward(of(out))
+        return out
 
-        @staticmethod
-        def backward(ctx, grad):
-            return shared.detach()
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0], None
 
-    x = webgpu.array(torch.zeros(3)).requires_grad_()
-    for _ in range(2):
-        Constant.apply(x).backward(webgpu.array(torch.ones(3)))
-    assert torch.equal(x.grad.torch(), torch.full((3,), 2.0))
-    assert torch.equal(shared.torch(), torch.ones(3))
+
+def test_a_gradient_that_was_saved_is_nobodys_memory():
+    shared = webgpu.array(torch.ones(4))
+    x = webgpu.array(torch.zeros(4)).requires_grad_()
+    for _ in range(3):
+        _GradientFrom.apply(x, lambda out: shared.detach()).backward(webgpu.array(torch.ones(4)))
+    assert torch.equal(x.grad.torch(), torch.full((4,), 3.0))
+    assert torch.equal(shared.torch(), torch.ones(4))
+
+
+def test_an_output_that_is_a_gradient_too_stays_what_it_is():
+    x = webgpu.array(torch.zeros(4)).requires_grad_()
+    outputs = [_GradientFrom.apply(x, lambda out: out) for _ in range(3)]
+    for out in outputs:
+        out.backward(webgpu.array(torch.ones(4)))
+    assert torch.equal(x.grad.torch(), torch.full((4,), 0.75))
+    assert all(torch.equal(out.detach().torch(), torch.full((4,), 0.25)) for out in outputs)
+
+
+def test_a_gradient_that_a_hook_gives_is_nobodys_memory():
+    shared = webgpu.array(torch.ones(4))
+    x = webgpu.array(torch.zeros(4)).requires_grad_()
+    x.register_hook(lambda grad: shared.detach())
+    for _ in range(3):
+        hw.softmax(x).backward(webgpu.array(torch.ones(4)))
+    assert torch.equal(x.grad.torch(), torch.full((4,), 3.0))
+    assert torch.equal(shared.torch(), torch.ones(4))
+
+
+def test_what_a_hook_writes_into_a_gradient_is_seen():
+    x, one = webgpu.array(torch.zeros(4)).requires_grad_(), webgpu.array(torch.ones(4))
+
+    def add_one(leaf):
+        leaf.grad.detach().add_(one)
+
+    x.register_post_accumulate_grad_hook(add_one)
+    hw.softmax(x).backward(webgpu.array(torch.tensor([4.0, 0.0, 0.0, 0.0])))
+    assert torch.equal(x.grad.torch(), torch.tensor([1.75, 0.75, 0.75, 0.75]))
+
+
+def _dispatches_of_backward(y, x, grad):
+    before = webgpu.counts().dispatches
+    torch.autograd.grad(y, x, grad)
+    return webgpu.counts().dispatches - before
 
 
 def test_what_was_saved_for_backward_is_used_where_it_lies():
-    x, grad = (webgpu.array(torch.randn(5, 64)) for _ in range(2))
-    y = hw.softmax(x.requires_grad_())
-    before = webgpu.counts().dispatches
-    torch.autograd.grad(y, x, grad)
-    assert webgpu.counts().dispatches - before == 1
+    x, grad = webgpu.array(torch.randn(5, 64)).requires_grad_(), webgpu.array(torch.randn(5, 64))
+    assert _dispatches_of_backward(hw.softmax(x), x, grad) == 1
+    again = torch.utils.checkpoint.checkpoint(hw.softmax, x, use_reentrant=False)
+    assert _dispatches_of_backward(again, x, grad) == 2  # the output again, and the gradient
 
 
 def test_gradients_cross_the_bus_both_ways():

@@ -21,6 +21,7 @@ from headwise import layout
 from headwise.backends.triton.launch import Plan, launch
 from headwise.backends.triton.rows import (
     Block,
+    aligned_rows,
     as_rows,
     block_columns,
     empty_rows_like,
@@ -73,13 +74,13 @@ def _forward_walk(
             a = tl.load(x + row * x_stride + column, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
             squares += tl.sum(a * a, 1)
         column, inside = block_columns(last, width, LINES, LINE)
-        held = tl.load(x + row * x_stride + column, inside, 0.0, eviction_policy="evict_first")
-        a = held.to(tl.float32)
-        r = tl.rsqrt(tl.sum(squares + tl.sum(a * a, 1), 0) / width + eps)
+        held = tl.load(x + row * x_stride + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+        r = tl.rsqrt(tl.sum(squares + tl.sum(held * held, 1), 0) / width + eps)
         tl.store(rstd + row, r)
-        result = (held.to(tl.float32) * r * _gain(weight, column, inside, weight_offset, HAS_WEIGHT)).to(
-            y.dtype.element_ty
-        )
+        gain = _gain(
+            weight, column, inside, weight_offset, HAS_WEIGHT
+        )  # only now: it takes as many registers as the row
+        result = (held * r * gain).to(y.dtype.element_ty)
         tl.store(y + row * width + column, result, inside, eviction_policy="evict_first")
         for back in tl.range(1, last + 1, num_stages=STAGES):
             column, inside = block_columns(last - back, width, LINES, LINE)
@@ -207,7 +208,9 @@ def _add_parts(parts, dweight, count, width, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def _walk_block(width: int, *tensors: tuple[Tensor, int]) -> Block:
-    return long_block(65536 // tensors[0][0].element_size(), 32, 1, width, *tensors)
+    """As much of a row as the registers hold; less where elements are read one by one, and each has an address."""
+    elements = 65536 // tensors[0][0].element_size() if aligned_rows(width, *tensors) else 16384
+    return long_block(elements, 32, 1, width, *tensors)
 
 
 def _split_block(width: int, *tensors: tuple[Tensor, int]) -> Block:

@@ -1,10 +1,9 @@
 """What the row kernels share: tensors as matrices of rows, and how the work is cut, from sizes alone.
 
 Short rows are held: a program reads a few whole rows into registers. Where one row fills a multiprocessor, the next are
-fetched meanwhile (softmax). Long rows are walked: one program per
-multiprocessor goes through a row forwards for its statistics, keeps the last block, and goes backwards to use them, so
-that the second reading meets the second-level cache. A few long rows are split: a kernel for the statistics of each
-part, then one that combines them in order.
+fetched meanwhile (softmax). Long rows are walked: one program per multiprocessor goes through a row forwards for its
+statistics, keeps the last block, and goes backwards to use them, so that the second reading meets the second-level cache.
+A few long rows are split: a kernel for the statistics of each part, then one that combines them in order.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ LOWEST = tl.constexpr(
 )  # of float32: a maximum to start from that is finite, so that no exp is NaN
 STAGES_AHEAD = 3  # of a loop over rows that fetches two ahead, into shared memory
 _CACHE = 36 << 20  # bytes of it that may be counted on
-_FOR_REDUCTIONS = 4096  # bytes of shared memory
+FOR_REDUCTIONS = 4096  # bytes of shared memory
 _TILE = 2048  # elements per program where rows are short and several share one
 
 
@@ -71,16 +70,13 @@ def holds(width: int, x: Tensor) -> bool:
 def fetches_ahead(rows: int, width: int, stride: int, x: Tensor) -> bool:
     """Is a held row so long that a multiprocessor holds no second one, and has it shared memory for the next two?
 
-    Measured on an H200 to be worth it in 16 bits, with many rows for each multiprocessor, that are read in lines.
+    Measured on an H200 to be worth it in 16 bits, with many rows for each multiprocessor. Triton fetches only what it knows
+    to begin and end at multiples of 16 elements.
     """
-    row = power_of_two(width) * 2
-    return (
-        x.element_size() == 2
-        and width % 8 == stride % 8 == 0
-        and rows >= 8 * multiprocessors(x)
-        and row > LONGEST_HELD_ROW // 2
-        and 2 * row + _FOR_REDUCTIONS <= _shared_memory(x)
-    )
+    if x.element_size() != 2 or width % 16 or stride % 16 or rows < 8 * multiprocessors(x):
+        return False
+    row = power_of_two(width) * x.element_size()
+    return row > LONGEST_HELD_ROW // 2 and 2 * row + FOR_REDUCTIONS <= _shared_memory(x)
 
 
 def long_block(

@@ -29,7 +29,6 @@ class Array(Tensor):
     _storage: Storage
     _layout: Region
     _device: runtime.Device
-    _detached_in_forward = False  # by `detach`, while no gradients were computed
 
     # Where `headwise` finds the elements, for the choice of a backend and for messages.
     headwise_device = "webgpu"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -41,23 +42,34 @@ def _view(func: Any) -> Callable[..., Any]:
 
 
 def _detach(x: Array) -> Array:
-    """A view; but of a gradient whose memory others refer to, a copy.
+    """A view; but of a gradient that autograd is about to keep and whose memory others refer to, a copy.
 
-    Autograd keeps what it detaches as somebody's ``.grad`` and adds to it in place later: that must not be the memory of
-    another gradient (one of ``x`` and of ``w`` in ``x + w.t()``). What an op saved in its forward pass, which is detached
-    when it is saved and again when it is used, is not such a gradient.
+    What autograd keeps as somebody's ``.grad`` it adds to in place later: that must not be the memory of another gradient
+    (one of ``x`` and of ``w`` in ``x + w.t()``), nor of anything else.
     """
-    in_backward = torch._C._current_graph_task_id() != -1
-    may_be_kept = in_backward and not x.requires_grad and not x._detached_in_forward
+    return _clone(x) if _is_being_kept(x) and _owners(x) > _ONE_OWNER else Array(x._region, x._device)
+
+
+def _is_being_kept(x: Array) -> bool:
+    """Is this the node of a leaf, detaching the gradient that it will keep?"""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    node = torch._C._current_autograd_node()
+    if node is None or node.name() != "torch::autograd::AccumulateGrad":
+        return False
+    leaf = node.variable  # type: ignore[attr-defined]
+    return not x.is_leaf or (
+        not x.requires_grad and leaf.grad is not x
+    )  # its .grad already: somebody's hook detaches it
+
+
+def _owners(x: Any) -> int:
     storage = x._region.storage
-    if may_be_kept and sys.getrefcount(storage) > _ONE_OWNER:
-        return _clone(x)
-    made = Array(x._region, x._device)
-    made._detached_in_forward = not in_backward
-    return made
+    return sys.getrefcount(storage)
 
 
-_ONE_OWNER = 3  # references to a storage: of its region, of a local name, of the call that counts
+# What `_owners` says of a storage that only one array refers to: releases of Python count differently.
+_ONE_OWNER = _owners(SimpleNamespace(_region=SimpleNamespace(storage=object())))
 
 
 def _view_dtype(x: Array, dtype: torch.dtype) -> Array:

@@ -60,8 +60,8 @@ def _plan(
     groups = -(-batch * heads // min(fitting, batch * heads))
     at_once = -(-batch * heads // groups)
     left, right = band_of(flags, q_length, k_length)
-    # There may be keys before the first query's window. That it depends on which length is larger, and not on by how much,
-    # keeps a cache that grows from compiling another kernel.
+    # There may be keys before the first query's window. As it depends on which length is larger, and not on by how much, a
+    # cache that grows compiles another kernel once, at its first step past a prefill.
     unseen = left >= 0 and k_length > q_length
     unit, inner = flags.scale * _LOG2E, 1.0
     if flags.softcap:
