@@ -46,7 +46,7 @@ test: $(STAMP)
 	HEADWISE_WEBGPU_BINDING=$(ONE_HEAD) $(PYTEST) -k "webgpu and attention" tests/test_conformance.py
 	HEADWISE_WEBGPU_BINDING=$(ONE_ROW) $(PYTEST) -k "webgpu and not attention" tests/test_conformance.py
 	@echo "headwise: the Triton kernels, in Triton's interpreter"
-	TRITON_INTERPRET=1 $(PYTEST) -k triton tests/test_conformance.py tests/test_attention_inputs.py tests/test_triton_decode.py tests/test_triton_parts.py
+	TRITON_INTERPRET=1 $(PYTEST) -k triton tests/test_conformance.py tests/test_attention_inputs.py tests/test_triton_decode.py tests/test_triton_parts.py tests/test_triton_rows.py
 	@$(MAKE) --no-print-directory $(NEWEST)/.installed
 	@echo "headwise: the Triton kernels, compiled by the newest release of Triton"
 	PYTHONPATH=$(NEWEST) $(PYTEST) tests/test_triton_compiles.py tests/test_triton_tile_tables.py

@@ -138,6 +138,12 @@ def test_softmax_does_not_fetch_rows_ahead_that_triton_would_read_one_by_one():
     assert not ahead(24, 20000, dtype=torch.float32)
 
 
+def test_rms_norm_rows_that_are_read_one_by_one_have_small_blocks():
+    """Larger ones need so many registers for addresses that a multiprocessor has room for one program in place of four."""
+    x = torch.empty(8, 50257, dtype=torch.bfloat16, device="meta")
+    assert rms_norm._walk_block(50257, (x, 50257)).lines == 2048
+
+
 def _cross_entropy_both(x, n, smoothing, softcap):
     cross_entropy.cross_entropy_forward_backward(n.float(), x, n, -100, smoothing, 0.1, softcap)
 

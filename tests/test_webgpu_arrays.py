@@ -88,7 +88,7 @@ def test_two_gradients_of_one_memory_do_not_meet():
 
 
 class _GradientFrom(torch.autograd.Function):
-    """softmax(x), whose backward pass says that the gradient of x is what ``of(ctx, out)`` was in the forward pass."""
+    """softmax(x), whose backward pass says that the gradient of x is what ``of(out)`` was in the forward pass."""
 
     @staticmethod
     def forward(ctx, x, of):

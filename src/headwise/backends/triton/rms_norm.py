@@ -77,9 +77,8 @@ def _forward_walk(
         held = tl.load(x + row * x_stride + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
         r = tl.rsqrt(tl.sum(squares + tl.sum(held * held, 1), 0) / width + eps)
         tl.store(rstd + row, r)
-        gain = _gain(
-            weight, column, inside, weight_offset, HAS_WEIGHT
-        )  # only now: it takes as many registers as the row
+        # Only now: it takes as many registers as the row.
+        gain = _gain(weight, column, inside, weight_offset, HAS_WEIGHT)
         result = (held * r * gain).to(y.dtype.element_ty)
         tl.store(y + row * width + column, result, inside, eviction_policy="evict_first")
         for back in tl.range(1, last + 1, num_stages=STAGES):

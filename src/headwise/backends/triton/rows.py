@@ -21,8 +21,8 @@ LOWEST = tl.constexpr(
     -3.4028234663852886e38
 )  # of float32: a maximum to start from that is finite, so that no exp is NaN
 STAGES_AHEAD = 3  # of a loop over rows that fetches two ahead, into shared memory
-_CACHE = 36 << 20  # bytes of it that may be counted on
-FOR_REDUCTIONS = 4096  # bytes of shared memory
+FOR_REDUCTIONS = 4096  # bytes of shared memory beside those rows, for what warps tell each other
+_CACHE = 36 << 20  # bytes of the second-level one that may be counted on
 _TILE = 2048  # elements per program where rows are short and several share one
 
 
@@ -123,7 +123,7 @@ def _multiprocessors(device: int) -> int:
 
 
 def _shared_memory(x: Tensor) -> int:
-    """Bytes that a program may have."""
+    """Bytes that a program may have; under the interpreter as many as on an H200."""
     return _shared_memory_of(x.get_device()) if x.is_cuda else 228 << 10
 
 

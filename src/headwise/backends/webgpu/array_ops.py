@@ -57,10 +57,11 @@ def _is_being_kept(x: Array) -> bool:
     node = torch._C._current_autograd_node()
     if node is None or node.name() != "torch::autograd::AccumulateGrad":
         return False
+    if not x.is_leaf:
+        return True  # an output that was saved, and is a gradient now
+    # The leaf itself, and what is its .grad already, are detached by somebody's hook.
     leaf = node.variable  # type: ignore[attr-defined]
-    return not x.is_leaf or (
-        not x.requires_grad and leaf.grad is not x
-    )  # its .grad already: somebody's hook detaches it
+    return not x.requires_grad and leaf.grad is not x
 
 
 def _owners(x: Any) -> int:

@@ -20,11 +20,11 @@ ENOUGH_GROUPS = 1024
 # many need not take turns, either.
 WALKED_BY_FEW = 65536
 _FEW = rows.Tile(256, 256, 8, True)
-# Powers of differences are taken exactly there: a reference that is not the highest value itself would show the rounding of
-# its product with log2(e) wherever a GPU does not fuse multiplications with additions.
 # Where references are sampled a thread has room for so many vectors, and rows have so many threads, by their classes. They
 # are walked even where all of a row has room: a compiler that sees the same vectors twice seems to keep them unpacked in
-# between, and there are no registers for that.
+# between, and there are no registers for that. Powers of differences are taken exactly there: a reference that is not the
+# highest value itself would show the rounding of its product with log2(e) wherever a GPU does not fuse multiplications with
+# additions.
 _MOST_SAMPLED = 16
 _THREADS_BY_CLASSES = {16384: 256, 65536: 512}
 
