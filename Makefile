@@ -11,7 +11,16 @@ STAMP := $(VENV)/.installed
 NEWEST := $(VENV)/newest-triton
 # Bytes that a WebGPU kernel may see at once, in a test: one head of the attention cases fits, one row of the others does.
 ONE_HEAD := 147456
-ONE_ROW := 40960
+ONE_ROW := 66560
+
+# What runs in Triton's interpreter, and what the newest Triton compiles as well. Repeats are for GPUs: the interpreter has one
+# order of sums.
+INTERPRETED := tests/test_conformance.py tests/test_attention_inputs.py tests/test_triton_decode.py \
+    tests/test_triton_bf16x3.py tests/test_triton_rows.py tests/test_hopper_interpreted.py \
+    tests/test_integration_flash_attn.py tests/test_dropout.py tests/test_glu.py tests/test_rope.py tests/test_layer_norm.py \
+    tests/test_add_rms_norm.py tests/test_linear_cross_entropy.py
+COMPILED := tests/test_triton_compiles.py tests/test_triton_rows_compile.py tests/test_triton_tile_tables.py
+HOPPER := tests/test_hopper_compiles.py tests/test_hopper_backward_compiles.py
 
 # Debian packages that the tests need. Missing ones are installed when make runs as root, and named when it does not.
 # (python3-venv is asked for by itself, only where Python cannot make virtual environments.)
@@ -22,11 +31,12 @@ TEST_PACKAGES := libvulkan1 mesa-vulkan-drivers chromium
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format readme system-packages clean
+.PHONY: help demo test test-all test-slow lint format readme system-packages clean
 
 help:
 	@echo "make demo     train a small transformer, let it speak, look at its attention  (DEMO_ARGS='--steps 100')"
-	@echo "make test     the whole test suite           (WORKERS=2, PYTEST_ARGS='-k softmax')"
+	@echo "make test     the test suite                 (WORKERS=2, PYTEST_ARGS='-k softmax')"
+	@echo "make test-all the same, then what is slow by nature"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff reformat the code"
 	@echo "make readme   write the tables of README.md from headwise check and bench/results"
@@ -35,21 +45,30 @@ help:
 demo: $(STAMP)
 	@$(BIN)/headwise demo $(DEMO_ARGS)
 
-test: $(STAMP)
+# Everything that finds faults, once. What is slow by nature (more cases, seeds and devices of the same) is in test-all.
+test: $(STAMP) $(NEWEST)/.installed
 	@PYTHON=$(PYTHON) scripts/system-packages $(TEST_PACKAGES)
-	$(PYTEST) -k "not webgpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" -k "not webgpu" $(PYTEST_ARGS)
 	@echo "headwise: the WebGPU kernels"
-	$(PYTEST) -k webgpu --hypothesis-profile=software
+	$(PYTEST) -m "not slow" -k webgpu --hypothesis-profile=software
+	@echo "headwise: the Triton kernels, in Triton's interpreter"
+	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" -k "(triton or hopper) and not same_bits_every_time" $(INTERPRETED)
+	@echo "headwise: the Gluon kernels, compiled by the newest release of Triton"
+	PYTHONPATH=$(NEWEST) $(PYTEST) -m "not slow" $(HOPPER)
+
+test-all: test test-slow
+
+test-slow: $(STAMP) $(NEWEST)/.installed
+	$(PYTEST) -m slow -k "not webgpu"
+	$(PYTEST) -m slow -k webgpu --hypothesis-profile=software
+	TRITON_INTERPRET=1 $(PYTEST) -m slow -k "triton or hopper" $(INTERPRETED)
+	@echo "headwise: the Triton kernels, compiled by the newest release of Triton"
+	PYTHONPATH=$(NEWEST) $(PYTEST) -m "not slow" $(COMPILED)
 	@echo "headwise: the WebGPU kernels with what every WebGPU device has, and no more"
 	HEADWISE_WEBGPU_TIER=A $(PYTEST) -k webgpu tests/test_conformance.py tests/test_attention_inputs.py
 	@echo "headwise: the WebGPU kernels on tensors that are larger than a kernel may bind"
 	HEADWISE_WEBGPU_BINDING=$(ONE_HEAD) $(PYTEST) -k "webgpu and attention" tests/test_conformance.py
 	HEADWISE_WEBGPU_BINDING=$(ONE_ROW) $(PYTEST) -k "webgpu and not attention" tests/test_conformance.py
-	@echo "headwise: the Triton kernels, in Triton's interpreter"
-	TRITON_INTERPRET=1 $(PYTEST) -k triton tests/test_conformance.py tests/test_attention_inputs.py tests/test_triton_decode.py tests/test_triton_parts.py tests/test_triton_rows.py
-	@$(MAKE) --no-print-directory $(NEWEST)/.installed
-	@echo "headwise: the Triton kernels, compiled by the newest release of Triton"
-	PYTHONPATH=$(NEWEST) $(PYTEST) tests/test_triton_compiles.py tests/test_triton_tile_tables.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

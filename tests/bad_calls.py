@@ -7,10 +7,12 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from bad_norm_calls import bad_norm_calls, good_norm_calls
 from torch import Tensor
 
-F16, F32, F64 = torch.float16, torch.float32, torch.float64
+F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
 I32, I64 = torch.int32, torch.int64
 
 
@@ -38,6 +40,7 @@ def good_calls(m: Inputs) -> dict[str, dict[str, Any]]:
     dense = {"q": m.f(2, 4, 5, 8), "k": m.f(2, 2, 7, 8), "v": m.f(2, 2, 7, 6)}
     packed = {"q": m.f(10, 4, 8), "k": m.f(12, 2, 8), "v": m.f(12, 2, 6)}
     bounds = {"cu_seqlens_q": m.i(0, 4, 10), "cu_seqlens_k": m.i(0, 5, 12), "max_seqlen_q": 6, "max_seqlen_k": 7}
+    linear = {"hidden": m.f(3, 8), "weight": m.f(5, 8), "targets": m.i(0, 4, -100, dtype=I64)}
     return {
         "attention": dense,
         "attention_varlen": {**packed, **bounds},
@@ -48,7 +51,14 @@ def good_calls(m: Inputs) -> dict[str, dict[str, Any]]:
             "lengths": m.i(7, 3),
         },
         "attention_probs": {"q": dense["q"], "k": dense["k"]},
+        "attention_probs_backward": {
+            "grad": m.f(2, 4, 5, 7), "probs": m.f(2, 4, 5, 7), "q": dense["q"], "k": dense["k"],
+        },
         "merge_attention": {"outs": [m.f(2, 4, 5, 6)] * 2, "lses": [m.f(2, 4, 5)] * 2},
+        "merge_attention_backward": {
+            "grad_out": m.f(2, 4, 5, 6), "grad_lse": m.f(2, 4, 5), "outs": [m.f(2, 4, 5, 6)] * 2,
+            "lses": [m.f(2, 4, 5)] * 2, "out": m.f(2, 4, 5, 6), "lse": m.f(2, 4, 5),
+        },
         "attention_backward": {"grad_out": m.f(2, 4, 5, 6), **dense, "out": m.f(2, 4, 5, 6), "lse": m.f(2, 4, 5)},
         "attention_varlen_backward": {
             "grad_out": m.f(10, 4, 6),
@@ -60,12 +70,25 @@ def good_calls(m: Inputs) -> dict[str, dict[str, Any]]:
         "softmax": {"x": m.f(3, 5)},
         "softmax_backward": {"probs": m.f(3, 5), "grad": m.f(3, 5)},
         "rms_norm": {"x": m.f(3, 5), "weight": m.f(5)},
+        "rms_norm_backward": {"grad": m.f(3, 5), "x": m.f(3, 5), "weight": m.f(5)},
+        "rope": {"x": m.f(2, 4, 5, 8), "cos": m.f(9, 3), "sin": m.f(9, 3), "positions": m.i(0, 8, 2, 1, 3)},
+        "rope_backward": {"grad": m.f(5, 4, 8), "cos": m.f(9, 3), "sin": m.f(9, 3), "positions": m.i(0, 8, 2, 1, 3)},
+        "glu": {"gate": m.f(3, 6), "up": m.f(3, 6)},
+        "glu_backward": {"grad": m.f(3, 6), "gate": m.f(3, 6), "up": m.f(3, 6)},
         "embedding": {"ids": m.i(0, 4, 2), "weight": m.f(5, 6)},
         "embedding_backward": {"grad": m.f(3, 6), "ids": m.i(0, 4, 2), "num_embeddings": 5},
         "cross_entropy": {"logits": m.f(3, 5), "targets": m.i(0, 4, -100, dtype=I64)},
         "cross_entropy_forward_backward": {"logits": m.f(3, 5), "targets": m.i(0, 4, -100, dtype=I64)},
+        "linear_cross_entropy": linear,
+        "linear_cross_entropy_forward_backward": {**linear, "bias": m.f(5)},
         "transpose": {"x": m.f(3, 5)},
-    }
+        **good_norm_calls(m),
+    }  # fmt: skip
+
+
+def nested(m: Inputs) -> Tensor:
+    """Two sequences, as `torch.nested` holds them."""
+    return torch.nested.as_nested_tensor([m.f(2, 7, 8), m.f(2, 5, 8)], layout=torch.jagged)
 
 
 def paged(m: Inputs, **changes: Any) -> dict[str, Any]:
@@ -102,7 +125,10 @@ V, T = ValueError, TypeError
 ATTENTION = [
     *rows(
         "attention",
-        ("q is a list", lambda m: {"q": [1.0]}, T, ("q", "list", "Tensor")),
+        ("q is a list", lambda m: {"q": [1.0]}, T, ("q", "list", "Tensor", r"torch\.tensor\(q\)")),
+        ("v is numpy's", lambda m: {"v": np.ones((2, 2, 7, 6))}, T, ("v", "ndarray", r"torch\.tensor\(v\)")),
+        ("q is a number", lambda m: {"q": 3}, T, ("q is an int;", "Tensor")),
+        ("k is nested", lambda m: {"k": nested(m)}, T, ("k", "nested", "attention_varlen", "to_padded_tensor")),
         ("k is None", lambda m: {"k": None}, T, ("k", "NoneType", "Tensor")),
         ("causal is a number", lambda m: {"causal": 1}, T, ("causal", "1", "True")),
         ("deterministic is text", lambda m: {"deterministic": "yes"}, T, ("deterministic", "yes", "True")),
@@ -136,6 +162,12 @@ ATTENTION = [
         ),
         ("k of another dtype", lambda m: {"k": m.f(2, 2, 7, 8, dtype=F16)}, T, ("k", "float16", "float32")),
         ("v of another dtype", lambda m: {"v": m.f(2, 2, 7, 6, dtype=F64)}, T, ("v", "float64", "float32")),
+        (
+            "q left in float32 by autocast",
+            lambda m: {"k": m.f(2, 2, 7, 8), "v": m.f(2, 2, 7, 6, dtype=BF16)},
+            T,
+            ("v", "bfloat16", "float32", r"q\.to\(v\.dtype\)", "autocast"),
+        ),
         ("complex", lambda m: {"q": m.f(2, 4, 5, 8, dtype=torch.complex64)}, T, ("q", "complex64", "float32")),
         ("k on another device", lambda m: {"k": m.f(2, 2, 7, 8, device="meta")}, V, ("k", "meta", "device")),
         ("v on another device", lambda m: {"v": m.f(2, 2, 7, 6, device="meta")}, V, ("v", "meta", "device")),
@@ -155,7 +187,14 @@ ATTENTION = [
         ("mask does not broadcast", lambda m: {"mask": m.b(5, 6)}, V, ("mask", shape(5, 6), shape(2, 4, 5, 7))),
         ("mask of Hk heads", lambda m: {"mask": m.b(2, 2, 5, 7)}, V, ("mask", shape(2, 2, 5, 7), r"4, 5, 7")),
         ("mask of 5 dims", lambda m: {"mask": m.b(1, 2, 4, 5, 7)}, V, ("mask", shape(1, 2, 4, 5, 7))),
-        ("mask (B, Sk)", lambda m: {"mask": m.b(2, 7)}, V, ("mask", shape(2, 7), shape(2, 4, 5, 7))),
+        (
+            "mask (B, Sk)",
+            lambda m: {"mask": m.b(2, 7)},
+            V,
+            ("mask", shape(2, 7), shape(2, 4, 5, 7), r"mask\[:, None, None, :\]"),
+        ),
+        ("mask (B, Sq, Sk)", lambda m: {"mask": m.b(2, 5, 7)}, V, ("mask", shape(2, 5, 7), r"mask\[:, None\]")),
+        ("bias (B, Sk)", lambda m: {"bias": m.f(2, 7)}, V, ("bias", shape(2, 7), r"bias\[:, None, None, :\]")),
         ("mask elsewhere", lambda m: {"mask": m.b(5, 7, device="meta")}, V, ("mask", "meta", "device")),
         ("bias of bools", lambda m: {"bias": m.b(5, 7)}, T, ("bias", "bool", "float32")),
         ("bias of ints", lambda m: {"bias": m.f(5, 7, dtype=I64)}, T, ("bias", "int64", "float32")),
@@ -168,6 +207,11 @@ ATTENTION = [
         ("kv_lengths (B, 1)", lambda m: {"kv_lengths": m.i(1, 2)[:, None]}, V, ("kv_lengths", shape(2, 1))),
         ("kv_lengths is a list", lambda m: {"kv_lengths": [7, 7]}, T, ("kv_lengths", "list", "Tensor")),
         ("kv_lengths elsewhere", lambda m: {"kv_lengths": m.i(1, 2, device="meta")}, V, ("kv_lengths", "meta")),
+        ("q_lengths of floats", lambda m: {"q_lengths": m.f(2)}, T, ("q_lengths", "float32", "int32")),
+        ("q_lengths of 3", lambda m: {"q_lengths": m.i(1, 2, 3)}, V, ("q_lengths", r"\(3,\)", r"\(2,\)")),
+        ("kv_starts is a list", lambda m: {"kv_starts": [0, 0]}, T, ("kv_starts", r"torch\.tensor\(kv_starts\)")),
+        ("kv_starts of 0 dims", lambda m: {"kv_starts": m.i(1)[0]}, V, ("kv_starts", r"\(\)", r"\(2,\)")),
+        ("kv_starts elsewhere", lambda m: {"kv_starts": m.i(1, 2, device="meta")}, V, ("kv_starts", "meta")),
         # Numbers
         ("scale NaN", lambda m: {"scale": math.nan}, V, ("scale", "nan", "finite")),
         ("scale infinite", lambda m: {"scale": math.inf}, V, ("scale", "inf", "finite")),
@@ -241,6 +285,8 @@ DECODE = [
         ("lengths is a list", lambda m: {"lengths": [7, 3]}, T, ("lengths", "list", "Tensor")),
         ("lengths is None", lambda m: {"lengths": None}, T, ("lengths", "NoneType", "Tensor")),
         ("lengths elsewhere", lambda m: {"lengths": m.i(7, 3, device="meta")}, V, ("lengths", "meta")),
+        ("kv_starts of floats", lambda m: {"kv_starts": m.f(2)}, T, ("kv_starts", "float32", "int32")),
+        ("kv_starts of 1", lambda m: {"kv_starts": m.i(0)}, V, ("kv_starts", shape(1), shape(2))),
         (
             "block_table of int64",
             lambda m: paged(m, block_table=m.i(0, 1, dtype=I64)[:, None]),
@@ -284,6 +330,7 @@ PROBS_AND_MERGE = [
         ("rows of 2 dims", lambda m: {"rows": m.i(0, 1)[None]}, V, ("rows", shape(1, 2), "1")),
         ("rows is a number", lambda m: {"rows": 3}, T, ("rows", "3|int")),
         ("mask of floats", lambda m: {"mask": m.f(5, 7)}, T, ("mask", "float32", "bool")),
+        ("q_lengths of 1", lambda m: {"q_lengths": m.i(5)}, V, ("q_lengths", shape(1), shape(2))),
         ("softcap negative", lambda m: {"softcap": -1.0}, V, ("softcap", "-1", "positive")),
     ),
     *rows(
@@ -338,6 +385,19 @@ PROBS_AND_MERGE = [
 ]
 
 BACKWARD = [
+    *rows(
+        "attention_probs_backward",
+        ("grad of another shape", lambda m: {"grad": m.f(2, 4, 7, 5)}, V, ("grad", shape(2, 4, 7, 5))),
+        ("probs of float16", lambda m: {"probs": m.f(2, 4, 5, 7, dtype=F16)}, T, ("probs", "float16", "float32")),
+        ("bias gradient of no bias", lambda m: {"need_bias_grad": True}, V, ("need_bias_grad", "bias")),
+    ),
+    *rows(
+        "merge_attention_backward",
+        ("grad_out of another shape", lambda m: {"grad_out": m.f(2, 4, 5, 7)}, V, ("grad_out", shape(2, 4, 5, 7))),
+        ("grad_lse of float16", lambda m: {"grad_lse": m.f(2, 4, 5, dtype=F16)}, T, ("grad_lse", "float16")),
+        ("lse of another shape", lambda m: {"lse": m.f(2, 4, 6)}, V, ("lse", shape(2, 4, 6), shape(2, 4, 5))),
+        ("fewer lses", lambda m: {"lses": [m.f(2, 4, 5)]}, V, ("lses", word("1"), word("2"))),
+    ),
     *rows(
         "attention_backward",
         (
@@ -400,7 +460,7 @@ TRAINING = [
         "rms_norm",
         ("x of ints", lambda m: {"x": m.f(3, 5, dtype=I64)}, T, ("x", "int64", "float32")),
         ("x of no dims", lambda m: {"x": m.f(), "weight": None}, V, ("x", r"\(\)", "1")),
-        ("weight of another length", lambda m: {"weight": m.f(6)}, V, ("weight", shape(6), shape(5))),
+        ("weight of another length", lambda m: {"weight": m.f(6)}, V, ("weight", r"\(6,\)", r"\(5,\)")),
         ("weight of 2 dims", lambda m: {"weight": m.f(1, 5)}, V, ("weight", shape(1, 5), shape(5))),
         ("weight of another dtype", lambda m: {"weight": m.f(5, dtype=F16)}, T, ("weight", "float16", "float32")),
         ("weight elsewhere", lambda m: {"weight": m.f(5, device="meta")}, V, ("weight", "meta")),
@@ -446,6 +506,12 @@ TRAINING = [
         ("unknown reduction", lambda m: {"reduction": "max"}, V, ("reduction", "max", "mean")),
     ),
     *rows(
+        "rms_norm_backward",
+        ("grad of another shape", lambda m: {"grad": m.f(3, 4)}, V, ("grad", shape(3, 4), shape(3, 5))),
+        ("rstd of another shape", lambda m: {"rstd": m.f(3, 1)}, V, ("rstd", shape(3, 1), shape(3))),
+        ("rstd of float16", lambda m: {"rstd": m.f(3, dtype=F16)}, T, ("rstd", "float16", "float32")),
+    ),
+    *rows(
         "transpose",
         ("x of 1 dim", lambda m: {"x": m.f(5)}, V, ("x", shape(5), "2")),
         ("x of 16 bytes", lambda m: {"x": m.f(3, 5, dtype=torch.complex128)}, T, ("x", "complex128", "8|byte")),
@@ -453,7 +519,7 @@ TRAINING = [
     ),
 ]
 
-TABLE = ATTENTION + PACKED + DECODE + PROBS_AND_MERGE + BACKWARD + TRAINING
+TABLE = ATTENTION + PACKED + DECODE + PROBS_AND_MERGE + BACKWARD + TRAINING + bad_norm_calls(rows, shape)
 
 # Values on the device: refused in validate mode alone.
 
@@ -471,6 +537,9 @@ BAD_VALUES = [
         "attention",
         ("kv_lengths too long", with_values("kv_lengths", 7, 8), V, ("kv_lengths", r"\[1\]", "8", "0 to 7")),
         ("kv_lengths negative", with_values("kv_lengths", -1, 7), V, ("kv_lengths", r"\[0\]", "-1")),
+        ("q_lengths too long", with_values("q_lengths", 5, 6), V, ("q_lengths", r"\[1\]", "6", "0 to 5")),
+        ("kv_starts too late", with_values("kv_starts", 7, 8), V, ("kv_starts", r"\[1\]", "8", "0 to 7")),
+        ("kv_starts negative", with_values("kv_starts", -2, 0), V, ("kv_starts", r"\[0\]", "-2")),
     ),
     *rows(
         "attention_backward",
@@ -479,11 +548,13 @@ BAD_VALUES = [
     *rows(
         "attention_probs",
         ("kv_lengths too long", with_values("kv_lengths", 3, 99), V, ("kv_lengths", r"\[1\]", "99", "0 to 7")),
+        ("q_lengths negative", with_values("q_lengths", 3, -9), V, ("q_lengths", r"\[1\]", "-9", "0 to 5")),
     ),
     *rows(
         "attention_decode",
         ("lengths too long", with_values("lengths", 0, 8), V, ("lengths", r"\[1\]", "8", "0 to 7")),
         ("lengths negative", with_values("lengths", 2, -3), V, ("lengths", r"\[1\]", "-3")),
+        ("kv_starts too late", with_values("kv_starts", 0, 8), V, ("kv_starts", r"\[1\]", "8", "0 to 7")),
         ("page past the end", pages((0, 9), (1, 2)), V, ("block_table", "9")),
         ("page negative", pages((0, 1), (-1, 2)), V, ("block_table", "1", "-1")),
     ),

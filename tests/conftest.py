@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import hypothesis
 import pytest
 import torch
@@ -40,6 +42,8 @@ def round_in_the_interpreter():
 
 
 def pytest_configure(config):
+    os.environ.pop("COLUMNS", None)  # a worker of xdist has one; tests that are about widths set their own
+    config.addinivalue_line("markers", "slow: more of what other tests find faults with; `make test-all` runs them")
     if settings.triton_interpret:
         round_in_the_interpreter()
     if hasattr(config, "workerinput"):
@@ -55,3 +59,22 @@ def poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def adapter_calls(monkeypatch):
+    """What the Transformers adapter gave to our ops, in order: (op, arguments by position, keywords)."""
+    import headwise.integrations.transformers as adapter
+
+    calls = []
+
+    def watched(name, op):
+        def spy(*args, **kwargs):
+            calls.append((name, args, kwargs))
+            return op(*args, **kwargs)
+
+        return spy
+
+    for name in ("attention", "attention_varlen", "attention_decode"):
+        monkeypatch.setattr(adapter, name, watched(name, getattr(adapter, name)))
+    return calls

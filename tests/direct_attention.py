@@ -19,19 +19,23 @@ from headwise.testing import compare_all
 Window = tuple[int | None, int | None] | None
 
 
-def visible_keys(Sq: int, Sk: int, *, length: int | None = None, causal: bool = False, window: Window = None) -> Tensor:
-    """(Sq, Sk) bool: which keys each query may see by position."""
+def visible_keys(
+    Sq: int, Sk: int, *, queries: int | None = None, length: int | None = None, start: int = 0, causal: bool = False,
+    window: Window = None,
+) -> Tensor:  # fmt: skip
+    """(Sq, Sk) bool: which keys each query may see by position, where the first ``queries`` and ``length`` exist."""
     length = Sk if length is None else length
+    queries = Sq if queries is None else queries
     seen = torch.zeros(Sq, Sk, dtype=torch.bool)
     left, right = (None, None) if window is None else window
-    for i in range(Sq):
-        p = i + (length - Sq)
+    for i in range(queries):
+        p = i + (length - queries)
         first = 0 if left in (None, -1) else max(0, p - left)
         last = length - 1 if right in (None, -1) else min(length - 1, p + right)
         if causal:
             last = min(last, p)
-        if last >= first:
-            seen[i, first : last + 1] = True
+        if last >= max(first, start):
+            seen[i, max(first, start) : last + 1] = True
     return seen
 
 
@@ -41,6 +45,7 @@ def one_head(
     v: Tensor,
     seen: Tensor,
     *,
+    queries: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
@@ -48,23 +53,24 @@ def one_head(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out (Sq, Dv), lse (Sq,) and probabilities (Sq, Sk) of one head: q (Sq, D), k (Sk, D), v (Sk, Dv)."""
     seen = seen.to(q.device)
-    used = seen.any(0)[:, None]  # a key that nobody sees may hold anything
-    k, v = torch.where(used, k, 0), torch.where(used, v, 0)
+    exists = torch.arange(len(q), device=q.device)[:, None] < (len(q) if queries is None else queries)
+    used = seen.any(0)[:, None]
+    # What nobody sees, and a query that does not exist, may hold anything.
+    q, k, v = torch.where(exists, q, 0), torch.where(used, k, 0), torch.where(used, v, 0)
     s = (q @ k.T) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     if bias is not None:
         s = s + bias.to(s.dtype)
     s = torch.where(seen, s, -math.inf)
-    empty = ~(s > -math.inf).any(1) if s.shape[1] else torch.ones(len(q), dtype=torch.bool, device=q.device)
-    logits = s if sink is None else torch.cat([s, sink.to(s.dtype).expand(len(q), 1)], 1)
-    if logits.shape[1] == 0:
-        return v.new_zeros(len(q), v.shape[1]) + 0 * q.sum(), q.new_full((len(q),), -math.inf), s
-    logits = torch.where(empty[:, None], torch.zeros_like(logits), logits)
-    lse = torch.logsumexp(logits, 1)
-    p = torch.exp(logits - lse[:, None])[:, : len(k)]
-    p = torch.where(empty[:, None], 0, torch.where(seen, p, 0))
-    return p @ v, torch.where(empty, -math.inf, lse), p
+    blind = ~(s > -math.inf).any(1, keepdim=True) if len(k) else torch.ones_like(exists)
+    last = torch.full((len(q), 1), -math.inf, dtype=s.dtype, device=q.device)
+    logits = torch.cat([s, last if sink is None else torch.where(exists, sink.to(s.dtype), last)], 1)
+    void = ~(logits > -math.inf).any(1, keepdim=True)  # not even a sink in the denominator
+    logits = torch.where(void, torch.zeros_like(logits), logits)
+    lse = torch.logsumexp(logits, 1, keepdim=True)
+    p = torch.where(seen & ~blind, torch.exp(logits - lse)[:, : len(k)], 0)
+    return p @ v, torch.where(void, -math.inf, lse)[:, 0], p
 
 
 def attention(
@@ -77,6 +83,8 @@ def attention(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     kv_lengths: Tensor | None = None,
+    q_lengths: Tensor | None = None,
+    kv_starts: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
@@ -89,8 +97,12 @@ def attention(
     bias = None if bias is None else bias.expand(B, Hq, Sq, Sk)
     heads = []
     for b in range(B):
-        length = Sk if kv_lengths is None else int(kv_lengths[b])
-        seen = visible_keys(Sq, Sk, length=length, causal=causal, window=window).to(q.device)
+        length, queries = (
+            full if lengths is None else int(lengths[b]) for full, lengths in ((Sk, kv_lengths), (Sq, q_lengths))
+        )
+        start = 0 if kv_starts is None else int(kv_starts[b])
+        seen = visible_keys(Sq, Sk, queries=queries, length=length, start=start, causal=causal, window=window)
+        seen = seen.to(q.device)
         for h in range(Hq):
             g = h // (Hq // Hk)
             heads.append(
@@ -99,6 +111,7 @@ def attention(
                     k[b, g],
                     v[b, g],
                     seen if mask is None else seen & mask[b, h],
+                    queries=queries,
                     scale=scale,
                     softcap=softcap,
                     bias=None if bias is None else bias[b, h],
@@ -135,6 +148,7 @@ def decode(
     v_cache: Tensor,
     lengths: list[int],
     *,
+    kv_starts: list[int] | None = None,
     block_table: Tensor | None = None,
     **flags: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -150,7 +164,8 @@ def decode(
             keys, values = (
                 torch.cat([c[page] for page in pages] or [c[0, :, :0]], 1)[:, :length] for c in (k_cache, v_cache)
             )
-        out, lse = attention(queries[b : b + 1], keys[None], values[None], causal=True, **flags)
+        starts = None if kv_starts is None else torch.tensor(kv_starts[b : b + 1])
+        out, lse = attention(queries[b : b + 1], keys[None], values[None], causal=True, kv_starts=starts, **flags)
         outs.append(out)
         lses.append(lse)
     out, lse = torch.cat(outs), torch.cat(lses)

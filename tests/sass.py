@@ -1,6 +1,6 @@
 """Reads compiled kernels for two things that no compiler should leave.
 
-A register that some path reads before anybody wrote it: ptxas 12.8 did so with the descriptor of a tile that two loops share
+A register that some path uses before anybody wrote it: ptxas 12.8 did so with the descriptor of a tile that two loops share
 (docs/hopper-attention.md). The kernel ran, and gave other numbers at every run. Only uniform registers are looked at:
 descriptors and addresses of shared memory are there.
 
@@ -28,6 +28,13 @@ class Instruction(NamedTuple):
     next: list[int]
     reads: set[int]
     writes: set[int]
+    copied: int | None = None  # register that a plain copy takes, which may be half of a pair that is filled in later
+
+    def after(self, known: set[int]) -> set[int]:
+        """Registers that are written behind it, where ``known`` are before it."""
+        if self.copied is not None and self.copied not in known:
+            return known - self.writes
+        return known | self.writes
 
 
 def disassemble(cubin: bytes, folder: Path) -> str:
@@ -37,14 +44,14 @@ def disassemble(cubin: bytes, folder: Path) -> str:
 
 
 def unset_reads(sass: str) -> list[str]:
-    """Instructions that read a uniform register which is not written on every path to them."""
+    """Instructions that use a uniform register which is not written on every path to them."""
     program = _parse(sass)
     known: list[set[int] | None] = [None] * len(program)
     known[0] = set()
     todo = [0]
     while todo:
         at = todo.pop()
-        after = known[at] | program[at].writes
+        after = program[at].after(known[at])
         for place in program[at].next:
             before = known[place]
             merged = set(after) if before is None else before & after
@@ -120,6 +127,8 @@ def _instruction(at: int, text: str, labels: dict[str, int], count: int) -> Inst
     elif name.startswith(("EXIT", "RET")):
         following = following if guarded else []
     reads, writes = _registers(name, rest)
+    if copy := re.fullmatch(r"UMOV UR\d+, UR(\d+)", text):
+        return Instruction(text, following, set(), writes, int(copy[1]))
     return Instruction(text, following, reads, writes)
 
 

@@ -1,6 +1,6 @@
 """Bad input is refused before any kernel runs, by an error that names the argument, what it got and what it needs.
 
-The calls themselves are a table, in `bad_calls`.
+The calls themselves are a table, in `bad_calls` and `bad_dropout_calls`.
 """
 
 from __future__ import annotations
@@ -11,20 +11,28 @@ from typing import Any
 import pytest
 import torch
 from backends_under_test import DEVICE, RUNNABLE
-from bad_calls import BAD_VALUES, F32, I32, I64, TABLE, Inputs, good_calls, paged, pages, word
+from bad_calls import BAD_VALUES as VALUES
+from bad_calls import F32, I32, I64, Inputs, good_calls, paged, pages, word
+from bad_calls import TABLE as CALLS
+from bad_dropout_calls import DROPOUT
+from bad_linear_loss_calls import LINEAR, LINEAR_VALUES
+from bad_pointwise_calls import POINTWISE, POINTWISE_VALUES
 from torch import Tensor
 
 import headwise as hw
 from headwise.backends import registry
 from headwise.config import settings
 
+TABLE = [*CALLS, *DROPOUT, *LINEAR, *POINTWISE]
+BAD_VALUES = [*VALUES, *LINEAR_VALUES, *POINTWISE_VALUES]
+
 
 @pytest.fixture
 def no_launch(monkeypatch):
-    def launched(backend: str, name: str):
-        pytest.fail(f"{name} was launched on {backend}")
+    def recorder(backend: str, name: str):
+        return lambda args: lambda *tensors: pytest.fail(f"{name} was launched on {backend}")
 
-    monkeypatch.setattr(registry, "launcher", launched)
+    monkeypatch.setattr(registry, "recorder", recorder)
 
 
 def call(op: str, m: Inputs, backend: str | None, change: dict[str, Any]) -> Any:
@@ -91,9 +99,11 @@ def test_backend_from_use_backend_and_from_the_environment(monkeypatch, no_launc
 
 
 @pytest.mark.parametrize("op", BACKEND_OPS)
-def test_no_backend_takes_tensors_of_that_device(op, no_launch):
-    with pytest.raises(ValueError, match=rf"{op}: .*'meta'"):
-        call(op, Inputs("meta"), None, {})
+def test_no_backend_takes_tensors_of_that_device(op, monkeypatch, no_launch):
+    rows = tuple(row._replace(automatic_for=(), devices=("abacus",)) for row in registry.BACKENDS)
+    monkeypatch.setattr(registry, "BACKENDS", rows)
+    with pytest.raises(ValueError, match=rf"{op}: no backend .* on device 'cpu'.* it takes tensors on 'abacus'"):
+        call(op, Inputs("cpu"), None, {})
 
 
 @pytest.mark.parametrize("op", ["attention", "attention_varlen", "attention_decode", "attention_backward"])
@@ -103,11 +113,13 @@ def test_head_dim_beyond_a_backend_names_one_that_can(op, monkeypatch, no_launch
     def supports(judged: registry.Call) -> str | None:
         return f"D is {judged.sizes['D']} and it takes D up to 7" if judged.sizes["D"] > 7 else None
 
-    narrow = type("narrow", (), {"LAUNCHERS": registry.BACKENDS[-1].rules.LAUNCHERS, "DTYPES": (F32,)})
+    launchers = dict.fromkeys(("attention_forward", "attention_backward", "attention_decode"), "attention")
+    narrow = type("narrow", (), {"LAUNCHERS": launchers, "DTYPES": (F32,)})
     narrow.unavailable, narrow.supports = staticmethod(lambda: None), staticmethod(supports)
     row = registry.Backend("narrow", (), ("cpu",), narrow)
     monkeypatch.setattr(registry, "BACKENDS", (row, *registry.BACKENDS))
-    monkeypatch.setattr(registry, "_availability", dict(registry._availability))
+    monkeypatch.setattr(registry, "_missing", dict(registry._missing))
+    monkeypatch.setattr(registry, "_modules", dict(registry._modules))
     with pytest.raises(ValueError, match=rf"{op}: backend='narrow'.*D is 8 .* up to 7.*Backends that can: .*cpu"):
         call(op, Inputs("cpu"), "narrow", {})
 
@@ -134,11 +146,11 @@ def test_validate_mode_lets_good_values_pass(backend, op, monkeypatch):
     m = Inputs(DEVICE[backend])
     call(op, m, backend, {})
     if op == "attention":
-        call(op, m, backend, {"kv_lengths": m.i(0, 7)})
+        call(op, m, backend, {"kv_lengths": m.i(0, 7), "q_lengths": m.i(5, 0), "kv_starts": m.i(7, 0)})
     if op == "attention_decode":
-        call(op, m, backend, {"lengths": m.i(0, 7)})
-        # A page number behind the length is not a value that anybody needs.
-        call(op, m, backend, pages((8, -1), (3, 99))(m) | {"lengths": m.i(4, 0)})
+        call(op, m, backend, {"lengths": m.i(0, 7), "kv_starts": m.i(7, 0)})
+        # Nobody needs a page behind the length, or before the start.
+        call(op, m, backend, pages((8, -1), (99, 3))(m) | {"lengths": m.i(4, 8), "kv_starts": m.i(0, 4)})
     if op == "attention_varlen":
         call(op, m, backend, {"cu_seqlens_q": m.i(0, 0, 4), "cu_seqlens_k": m.i(0, 5, 5)})
 
@@ -154,14 +166,21 @@ def nan_rows(x: Tensor, dim: int = 0) -> list[bool]:
 @pytest.mark.parametrize("backend", RUNNABLE)
 def test_length_out_of_range_gives_nan_for_its_batch_entry_alone(backend, lengths):
     m = Inputs(DEVICE[backend])
-    for results in (
-        call("attention", m, backend, {"kv_lengths": m.i(*lengths), "return_lse": True}),
-        call("attention_decode", m, backend, {"lengths": m.i(*lengths), "return_lse": True}),
+    for op, name in (
+        ("attention", "kv_lengths"),
+        ("attention", "q_lengths"),
+        ("attention", "kv_starts"),
+        ("attention_decode", "lengths"),
+        ("attention_decode", "kv_starts"),
+        ("attention_probs", "kv_lengths"),
+        ("attention_probs", "q_lengths"),
+        ("attention_probs", "kv_starts"),
     ):
-        for x in results:
-            assert nan_rows(x) == [False, True]
-    probs = call("attention_probs", m, backend, {"kv_lengths": m.i(*lengths)})
-    assert nan_rows(probs) == [False, True]
+        good = 5 if name == "q_lengths" else lengths[0]
+        change = {name: m.i(good, lengths[1])} | ({} if op == "attention_probs" else {"return_lse": True})
+        results = call(op, m, backend, change)
+        for x in results if isinstance(results, tuple) else (results,):
+            assert nan_rows(x) == [False, True], (op, name)
 
 
 @pytest.mark.parametrize("page", [9, -1, 2**31 - 1, -(2**31)])

@@ -18,6 +18,7 @@ from headwise.benchmark.case import (
     BenchCase,
     BenchSuite,
     Contender,
+    MemoryShare,
     PeakMemory,
     SameRate,
     TimeLimit,
@@ -28,7 +29,7 @@ from headwise.benchmark.case import (
 from headwise.benchmark.correctness import WholeCheck, oracle
 from headwise.benchmark.plot import save_ratios
 from headwise.benchmark.runner import run_case
-from headwise.benchmark.suites import SUITES, load
+from headwise.benchmark.suites import SUITES, load, models
 from headwise.benchmark.suites.attention import (
     QKV,
     Shape,
@@ -300,6 +301,8 @@ def test_requirements_are_judged():
         TimeLimit(0.9e6),
         SameRate(0.4, "twice the work"),
         SameRate(0.6, "twice the work"),
+        MemoryShare(10.0, "PyTorch"),
+        MemoryShare(0.1, "PyTorch"),
     )
     twice = Contender("twice the work", softmax_like(lambda x: x * 1), yardstick=True, flops=4096.0)
     case = softmax_case(requirements=requirements, peers=(*softmax_case().peers, twice), flops=2048.0)
@@ -310,7 +313,7 @@ def test_requirements_are_judged():
 
     result = run_case(case, SUITE, ONCE, clock=Clock())
     assert [v.outcome for v in result.verdicts[:4]] == ["missed", "missed", "met", "missed"]
-    assert [v.outcome for v in result.verdicts[4:]] == ["met", "missed"] * 3
+    assert [v.outcome for v in result.verdicts[4:]] == ["met", "missed"] * 4
     unjudged = run_case(case, SUITE, ONCE, judged=False, clock=Clock())
     assert {v.outcome for v in unjudged.verdicts} == {"not judged"}
 
@@ -400,6 +403,15 @@ def test_suites_name_each_case_once_and_require_of_contenders_they_have(name, qu
         assert case.flops or case.bytes
         names = {c.name for c in case.contenders()}
         assert {concerned(r) for r in case.requirements} <= names
+
+
+def test_a_training_step_of_a_model_is_checked_against_pytorch():
+    case = models.training_step("tiny", models.TINY, 2, 40)
+    assert len(case.differentiable) == 2 + 6 * models.TINY.layers
+    case = replace(case, peers=tuple(peer for peer in case.peers if peer.name == models.TORCH))
+    result = run_case(case, replace(models.SUITE, device="cpu", dtype=torch.float32, backend="cpu"), ONCE)
+    assert result.status == "ok", result.detail
+    assert [v.outcome for v in result.verdicts if v.requirement == MemoryShare(0.6, models.TORCH)] != ["not judged"]
 
 
 def test_filter_takes_every_word():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headwise.benchmark import inputs, report, timing
-from headwise.benchmark.case import OURS, AtLeast, Bandwidth, BenchCase, PeakMemory, SameRate, TimeLimit, Within
+from headwise.benchmark.case import OURS, AtLeast, Bandwidth, BenchCase, PeakMemory, SameRate, Within
 from headwise.benchmark.roofs import Roof
 from headwise.benchmark.runner import CaseResult, Measurement, run_case
 from headwise.benchmark.suites import cuda
@@ -65,7 +65,11 @@ def test_targets_of_the_other_groups():
     assert memory.requirements == (
         PeakMemory(3 * 131072 * 16 * 128 * 2 + 2 * 10**9, "2 GB beyond the three gradients"),
     )
-    assert {c.requirements for c in group("host overhead")} == {(TimeLimit(25.0),)}
+    host = {c.name: c.requirements for c in group("host")}
+    assert host["attention, recorded"] == host["attention, backward"] == (Within(1.2, "SDPA"),)
+    assert host["softmax, recorded"] == host["cross_entropy, backward"] == (Within(1.5, "PyTorch"),)
+    assert host["attention_varlen, recorded"] == (Within(1.3, "our attention"),)
+    assert len(host) == 18
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,33 @@ def test_rates_of_rows(op, direction, shape, rate):
     (case,) = [c for c in group(op) if (c.name, c.direction) == (name, direction)]
     assert case.requirements == (Bandwidth(rate),)
     assert case.bytes == (2 if direction == "forward" else 3) * 2 * shape[0] * shape[1]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_rates_of_rope_and_glu(direction):
+    cases = {c.name: c for c in group("training ops") if c.direction == direction}
+    glu, rope = cases["glu 16384 × 14336"], cases["rope 32 + 8 heads B 2 S 8192 D 128"]
+    assert glu.requirements == (AtLeast(0.98, "torch.compile"), AtLeast(0.98, "Liger"))
+    assert glu.bytes == (3 if direction == "forward" else 5) * 2 * 16384 * 14336
+    assert rope.requirements == (Bandwidth(0.9 * 4.24), AtLeast(1.0, "torch.compile"))
+    assert rope.bytes == 2 * 2 * (2 * 40 * 8192 * 128)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_rope_of_a_pair_is_checked_and_timed(direction):
+    """Both results are compared: a wrong k is refused."""
+    (case,) = [c for c in group("training ops", QUICK) if c.direction == direction and c.name.startswith("rope")]
+    case = replace(case, peers=case.peers[:1])
+    result = run_case(case, ON_CPU, ONCE)
+    assert (result.status, result.detail) == ("ok", "")
+
+    def wrong(arguments):
+        right = case.ours(arguments)
+        return lambda: (right()[0], right()[1] * 1.5)
+
+    refused = run_case(replace(case, ours=wrong), ON_CPU, ONCE)
+    assert refused.status == "refused"
+    assert "k" in refused.detail
 
 
 def test_packed_lengths_are_random_and_their_dense_twin_has_the_same_work():
@@ -115,7 +146,8 @@ def smallest(name: str, direction: str, index: int = 0) -> BenchCase:
         ("decode as CUDA graphs", "forward"),
         ("decode paged", "forward"),
         ("training ops", "forward+backward"),
-        ("host overhead", "forward"),
+        ("host", "forward"),
+        ("host", "backward"),
     ],
 )
 def test_cases_run(name, direction):

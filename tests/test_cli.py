@@ -51,12 +51,56 @@ def test_unknown_command(capsys):
     assert "nonsense" in refused(capsys, "nonsense")
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
-def test_every_command_has_help(capsys, command):
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS, *(f"explain {op}" for op in explain.OPS)])
+def test_help(capsys, monkeypatch, command):
+    """Without markup, within 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stopped:
-        cli.main([command, "--help"])
+        cli.main([*command.split(), "--help"])
+    out = capsys.readouterr().out
     assert stopped.value.code == 0
-    assert "--json" in capsys.readouterr().out or command == "explain"  # explain has it on each op
+    assert "--json" in out or command in (
+        "",
+        "explain",
+        "run",
+    )  # explain has it on each op; what run prints is its program's
+    assert out.startswith(f"usage: headwise {command}".rstrip())
+    assert "`" not in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", [*cli.COMMANDS, "explain attention", "explain softmax"])
+def test_a_command_that_is_used_wrongly_shows_its_own_usage(capsys, command):
+    said = refused(capsys, *command.split(), *["softmax"] * (command == "explain"), "--bad")
+    assert said.startswith(f"usage: headwise {command} ")
+    assert "unrecognized arguments: --bad" in said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "env",
+        "explain attention --arch sm_90 --gradient",
+        "check --op softmax --backend cpu --quick",
+        "bench --list",
+        "tour",
+    ],
+)
+def test_nothing_is_clipped_at_80_columns(capsys, monkeypatch, command):
+    shown = {}
+    for columns in (80, 300):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        code, out, err = headwise(capsys, *command.split())
+        assert (code, err) == (0, "")
+        assert max(len(line.rstrip()) for line in out.splitlines()) <= columns
+        shown[columns] = sorted(filter(str.isalpha, out))
+    assert shown[80] == shown[300]
+
+
+def test_the_driver_says_nothing():
+    result = subprocess.run([sys.executable, "-m", "headwise", "env"], capture_output=True, text=True, check=True)
+    assert result.stderr == ""
+    assert "XDG_RUNTIME_DIR" not in result.stdout
 
 
 def test_exit_code_reaches_the_shell():
@@ -107,30 +151,72 @@ def test_explain_describes_every_op_but_the_explicit_backward():
     assert set(explain.OPS) == {name for name in public if not name.endswith("_backward")}
 
 
+def test_explain_takes_a_case_for_an_op_it_has_no_options_for(capsys, monkeypatch):
+    monkeypatch.setitem(explain.OPS, "softmax", explain.Described(("case",), explain._of_case))
+    assert "V=1 " in headwise(capsys, "explain", "softmax")[1].replace("\n", " ")
+    assert "V=111" in headwise(capsys, "explain", "softmax", "--case", "rows of 111", "--gradient")[1]
+    code, _, err = headwise(capsys, "explain", "softmax", "--case", "rows of rain")
+    assert code == 2
+    assert "--case rows of rain is not known; there are: rows of 1, " in err
+
+
 def test_explain_json_has_the_sizes_and_flags(capsys):
     arguments = "explain attention --dtype bf16 --d 192 --dv 128 --hq 16 --hk 2 --sq 5 --sk 7 --causal --window 3,"
-    extra = "--softcap 30 --sink --mask --bias --kv-lengths --gradient --json"
+    extra = (
+        "--softcap 30 --sink --mask --bias --kv-lengths --q-lengths --kv-starts --no-deterministic --gradient --json"
+    )
     code, out, _ = headwise(capsys, *arguments.split(), *extra.split())
     told = json.loads(out)
     assert code == 0
     assert told["dtype"] == "bfloat16"
     assert told["sizes"] == {"B": 1, "Hq": 16, "Hk": 2, "Sq": 5, "Sk": 7, "D": 192, "Dv": 128}
-    assert {"causal", "window", "softcap", "sink", "mask", "bias", "kv_lengths"} <= set(told["features"])
+    lengths = {"kv_lengths", "q_lengths", "kv_starts"}
+    assert {"causal", "window", "softcap", "sink", "mask", "bias", "gradient", *lengths} == set(told["features"])
     assert told["kernels"] == ["attention_forward", "attention_backward"]
     assert told["chosen"] == "cpu"
 
 
 def test_explain_on_a_device_that_is_not_here(capsys):
-    code, out, _ = headwise(capsys, "explain", "softmax", "--device", "cuda", "--json")
+    code, out, _ = headwise(capsys, "explain", "softmax", "--device", "abacus", "--json")
     told = json.loads(out)
+    assert code == 1
+    assert (told["device"], told["chosen"]) == ("abacus", None)
+    assert not any(v["runs"] for v in told["verdicts"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_explain_says_how_to_ask_about_a_gpu(capsys):
+    code, out, _ = headwise(capsys, "explain", "softmax", "--device", "cuda")
+    assert code == 1
+    assert "For a GPU that is not here: --arch sm_80, sm_86, sm_90, sm_100, gfx942" in out
+
+
+def test_explain_a_gpu_that_is_not_here(capsys):
+    arguments = "explain attention --arch sm_90 --dtype bf16 --b 4 --hq 16 --gradient"
+    code, out, _ = headwise(capsys, *arguments.split())
     assert code == 0
-    assert told["device"] == "cuda"
-    assert {v["backend"]: v["runs"] for v in told["verdicts"]}["cpu"] is False
+    assert "Runs on triton.\nforward: the Hopper kernel\nbackward: the Hopper kernel\n" in out
+    code, out, _ = headwise(capsys, *arguments.split(), "--mask", "--json")
+    told = json.loads(out)
+    assert (told["device"], told["arch"]) == ("cuda", "sm_90")
+    assert told["note"].startswith("forward: the plain kernel (it reads no mask); backward: the plain kernel (")
+
+
+def test_explain_decoding_from_a_later_start(capsys):
+    told = json.loads(headwise(capsys, "explain", "attention_decode", "--kv-starts", "--arch", "sm_80", "--json")[1])
+    assert "kv_starts" in told["features"]
+    assert told["chosen"] == "triton"
+
+
+def test_explain_hints(capsys):
+    code, out, _ = headwise(capsys, "explain", "attention", "--hq", "1024", "--sq", "16")
+    assert code == 0
+    assert "Note: q has 1024 heads of 16 tokens" in out
 
 
 def test_explain_a_named_backend_that_cannot(capsys):
     code, out, _ = headwise(capsys, "explain", "softmax", "--backend", "webgpu", "--device", "cuda")
-    assert code == 0
+    assert code == 1
     assert "ValueError: softmax: backend='webgpu' cannot run this call" in out
 
 
@@ -140,6 +226,8 @@ def test_explain_a_named_backend_that_cannot(capsys):
         (("attention", "--hq", "8", "--hk", "3"), "attention: q has 8 heads and k has 3"),
         (("attention", "--window=-2,0"), "window has left=-2"),
         (("softmax", "--dtype", "int8"), "--dtype int8 is not known"),
+        (("softmax", "--backend", "nonsense"), "backend='nonsense' is not known; there are: triton, webgpu, cpu"),
+        (("softmax", "--arch", "sm_90", "--device", "cpu"), "--arch sm_90 is a GPU of --device cuda, not of cpu"),
     ],
 )
 def test_explain_refuses_what_the_op_refuses(capsys, arguments, message):
@@ -149,7 +237,9 @@ def test_explain_refuses_what_the_op_refuses(capsys, arguments, message):
     assert out == ""
 
 
-@pytest.mark.parametrize("arguments", [("--sq", "-1"), ("--sq", "x"), ("--window", "3"), ("--window", "a,b")])
+@pytest.mark.parametrize(
+    "arguments", [("--sq", "-1"), ("--sq", "x"), ("--window", "3"), ("--window", "a,b"), ("--arch", "sm_75")]
+)
 def test_explain_refuses_malformed_options(capsys, arguments):
     assert arguments[0] in refused(capsys, "explain", "attention", *arguments)
 
@@ -280,12 +370,6 @@ def test_tour_shows_what_the_ops_give(capsys):
     assert results[0] == "(1, 8, 1024, 64)   (1, 8, 1024)   (1, 8, 1024, 64)"
     assert results[1] == "0   -inf"
     assert results[2] == "(1, 8, 64)   True"
-
-
-def test_tour_uses_every_op():
-    code = "\n".join(step.code for step in tour.STEPS)
-    unused = [name for name in hw.__all__ if not name.endswith("_backward") and f"hw.{name}(" not in code]
-    assert unused == ["transpose", "use_backend"]
 
 
 def test_a_step_that_was_to_raise_and_does_not_is_an_error():

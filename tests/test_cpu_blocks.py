@@ -1,13 +1,23 @@
-"""The CPU engines cut attention into blocks of hundreds; with blocks of a few, small cases cross every seam."""
+"""The CPU backend: seams between blocks, rows that do not exist, and what a record keeps.
+
+Attention is cut into blocks of hundreds of rows and keys; with blocks of a few, small cases cross every seam.
+"""
 
 from __future__ import annotations
+
+import gc
+import math
+import weakref
 
 import pytest
 import torch
 
+import headwise as hw
 from headwise import testing
 from headwise.backends.cpu import attention_flash, attention_tiled, decode
+from headwise.backends.cpu.recorder import record
 from headwise.cases import SUITES
+from headwise.ops.softmax import Softmax
 
 CASES = [
     (SUITES[op], case)
@@ -37,3 +47,77 @@ def test_seams_between_blocks(suite, case, gradient_of_lse, monkeypatch):
         torch.set_num_threads(before)
     failures = [str(r) for r in results if not r.ok]
     assert not failures, "\n".join(failures)
+
+
+LENGTHS = [40, 0, 23]
+FLAGS = [{}, {"softcap": 3.0}, {"bias": torch.randn(40, 40)}, {"mask": torch.rand(40, 40) < 0.2}, {"return_lse": False}]
+
+
+def _padded_inputs():
+    """q, k, v, sink, and the gradients of out and lse."""
+    maker = testing.Maker(torch.float32, torch.device("cpu"), seed=3)
+    inputs = [*(maker.normal(3, heads, 40, 16) for heads in (4, 2, 2)), maker.normal(4)]
+    return inputs, [maker.normal(3, 4, 40, 16), maker.normal(3, 4, 40)]
+
+
+def _with_gradients(call, inputs, grads):
+    leaves = [x.requires_grad_() for x in inputs]
+    outputs = call(*leaves)
+    return [*outputs, *torch.autograd.grad(outputs, leaves, grads[: len(outputs)], allow_unused=True)]
+
+
+def _padded(inputs, grads, return_lse=True, **flags):
+    def call(q, k, v, sink):
+        n = torch.tensor(LENGTHS)
+        found = hw.attention(q, k, v, sink=sink, q_lengths=n, kv_lengths=n, causal=True, return_lse=return_lse, **flags)
+        return found if return_lse else (found,)
+
+    return _with_gradients(call, inputs, grads)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "".join(flags))
+def test_what_does_not_exist_changes_nothing(flags):
+    clean, (inputs, grads) = _padded(*_padded_inputs(), **flags), _padded_inputs()
+    for b, n in enumerate(LENGTHS):
+        for x in (*inputs[:3], *grads):
+            x[b, :, n:] = math.nan
+    for ours, poisoned in zip(clean, _padded(inputs, grads, **flags), strict=True):
+        assert torch.equal(ours, poisoned)
+        assert not ours.isnan().any()
+
+
+def test_a_right_padded_batch_has_the_bits_of_the_packed_call():
+    def packed(x):
+        return x if x.dim() == 1 else torch.cat([x[b, :, :n].transpose(0, 1) for b, n in enumerate(LENGTHS)])
+
+    def call(q, k, v, sink):
+        n = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
+        return hw.attention_varlen(q, k, v, n, n, 40, 40, sink=sink, causal=True, return_lse=True)
+
+    inputs, (out_grad, lse_grad) = _padded_inputs()
+    out, lse, *found = _with_gradients(call, list(map(packed, inputs)), [packed(out_grad), packed(lse_grad).t()])
+    for ours, padded in zip((out, lse.t(), *found), _padded(*_padded_inputs()), strict=True):
+        assert torch.equal(ours, packed(padded))
+
+
+@pytest.mark.parametrize("bad", [-1, 41, 2**31 - 1])
+@pytest.mark.parametrize("name", ["q_lengths", "kv_starts", "kv_lengths"])
+def test_a_length_that_makes_no_sense_is_nan_for_its_entry_alone(name, bad):
+    def call(value):
+        return _with_gradients(
+            lambda q, k, v, sink: hw.attention(q, k, v, **{name: torch.tensor([40, value, 11])}, return_lse=True),
+            *_padded_inputs(),
+        )
+
+    for good, found in zip(call(40)[:5], call(bad)[:5], strict=True):
+        assert found[1].isnan().all()
+        assert torch.equal(found[[0, 2]], good[[0, 2]])
+
+
+def test_a_record_keeps_no_tensor_alive():
+    x = torch.randn(3, 4)
+    run, seen = record(lambda args: args.x * 2, Softmax(x)), weakref.ref(x)
+    assert torch.equal(run(torch.ones(2)), torch.full((2,), 2.0))
+    del x
+    gc.collect()
+    assert seen() is None

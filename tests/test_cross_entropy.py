@@ -178,7 +178,7 @@ def test_opcheck(reduction):
     grad = torch.randn(2, 3) if reduction == "none" else torch.randn(())
     torch.library.opcheck(torch.ops.headwise.cross_entropy_forward_backward, (logits, targets, *options))
     _, stats = torch.ops.headwise.cross_entropy_forward(logits, targets, *options)
-    torch.library.opcheck(torch.ops.headwise.cross_entropy_backward, (grad, logits, targets, stats, *options))
+    torch.library.opcheck(torch.ops.headwise.cross_entropy_backward, (grad, stats, logits, targets, *options))
     logits.requires_grad_()
     torch.library.opcheck(torch.ops.headwise.cross_entropy_forward, (logits, targets, *options))
 

@@ -402,23 +402,26 @@ def test_a_file_of_somebody_else(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda tensors, about: about.update(format=99), "has format 99; this version reads format 1"),
+        (lambda tensors, about: about.update(format=99), "has format 99; this version reads format 2"),
         (lambda tensors, about: about.pop("recipe"), "is broken: KeyError: 'recipe'"),
         (lambda tensors, about: about["recipe"].update(width=65), "is broken: ValueError: width is 65"),
         (
             lambda tensors, about: about["recipe"].update(width=128),
-            "is broken: final_norm is (64,), where its recipe needs",
+            "is broken: blocks.0.attention.out.weight is (64, 64), where its recipe needs",
         ),
-        (lambda tensors, about: tensors.pop("model.table"), "is broken: table is missing"),
-        (lambda tensors, about: tensors.pop("optimizer.exp_avg.table"), "is broken: KeyError: 'exp_avg'"),
+        (lambda tensors, about: tensors.pop("model.embedding.weight"), "is broken: embedding.weight is missing"),
+        (lambda tensors, about: tensors.pop("optimizer.exp_avg.embedding.weight"), "is broken: KeyError: 'exp_avg'"),
         (lambda tensors, about: tensors.pop("losses"), "is broken: KeyError: 'losses'"),
-        (lambda tensors, about: tensors.pop("optimizer.step.table"), "is broken: KeyError: 'step'"),
+        (lambda tensors, about: tensors.pop("optimizer.step.embedding.weight"), "is broken: KeyError: 'step'"),
         (lambda tensors, about: tensors.update(losses=torch.tensor(2.0)), "is broken: TypeError"),
         (
             lambda tensors, about: tensors.update(losses=tensors["losses"][:2].clone()),
             "is broken: it has 2 losses, and moments of 4 steps",
         ),
-        (lambda tensors, about: tensors["model.table"].fill_(math.nan), "is broken: table is not finite"),
+        (
+            lambda tensors, about: tensors["model.embedding.weight"].fill_(math.nan),
+            "is broken: embedding.weight is not finite",
+        ),
     ],
 )
 def test_a_checkpoint_that_contradicts_itself(capsys, tmp_path, finished, damage, problem):

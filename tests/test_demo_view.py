@@ -144,8 +144,8 @@ def test_view_looks_where_the_demo_writes(capsys, tmp_path, opened, monkeypatch)
     assert view(capsys)[0] == 0
     assert opened == [path.as_uri()]
     parser = argparse.ArgumentParser()
-    demo.add_parser(parser.add_subparsers())
-    assert parser.parse_args(["demo"]).out == Path(DEFAULT_FOLDER)
+    demo.add_arguments(parser)
+    assert parser.parse_args([]).out == Path(DEFAULT_FOLDER)
 
 
 def test_view_writes_a_missing_report_and_rewrites_on_demand(capsys, tmp_path, opened):

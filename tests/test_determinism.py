@@ -15,6 +15,8 @@ from backends_under_test import DEVICE
 from torch import Tensor
 
 import headwise as hw
+from headwise.backends import registry
+from headwise.config import settings
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 REPEATS = 5
@@ -44,6 +46,48 @@ def assert_repeats(run: Callable[[], tuple[Tensor, ...]]) -> None:
         del scratch
 
 
+# deterministic=True is the default, so that no other test of this file says it; PyTorch's switch overrules False.
+
+
+@pytest.mark.parametrize("switch", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "given"), [({}, True), ({"deterministic": True}, True), ({"deterministic": False}, None)]
+)
+def test_order_of_sums_is_fixed_unless_told_otherwise(monkeypatch, switch, asked, given):
+    seen = {}
+    recorder = registry.recorder
+
+    def noted(backend, name):
+        def record(args):
+            seen[name] = getattr(args, "forward", args).flags.deterministic
+            return recorder(backend, name)(args)
+
+        return record
+
+    monkeypatch.setattr(registry, "recorder", noted)
+    settings.changed()  # known calls are not recorded again
+    torch.use_deterministic_algorithms(switch)
+    m = maker("cpu")
+    q, k, v = (m.normal(1, 2, 5, 8).requires_grad_() for _ in range(3))
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    bounds = ints("cpu", 0, 5)
+    out, lse = hw.attention(q, k, v, return_lse=True, **asked)
+    for run in (
+        lambda: out.sum().backward(),
+        lambda: hw.attention_varlen(*rows, bounds, bounds, 5, 5, **asked).sum().backward(),
+        lambda: hw.attention_backward(out.detach(), q, k, v, out, lse, **asked),
+        lambda: hw.attention_varlen_backward(
+            rows[0], *rows, rows[0].contiguous(), lse[0], bounds, bounds, 5, 5, **asked
+        ),
+    ):
+        seen.clear()
+        run()
+        assert set(seen.values()) == {switch if given is None else given}
+    seen.clear()
+    hw.attention_decode(q[:, :, 0].detach(), k.detach(), v.detach(), ints("cpu", 5))
+    assert seen == {"attention_decode": True}
+
+
 FEATURES = {
     "full": {},
     "causal": {"causal": True},
@@ -69,9 +113,7 @@ def test_attention_and_its_gradients_repeat(backend, feature, dtype):
 
     def run() -> tuple[Tensor, ...]:
         q, k, v, bias, sink = leaves = [t.detach().requires_grad_() for t in x]
-        out, lse = hw.attention(
-            q, k, v, bias=bias, sink=sink, return_lse=True, deterministic=True, backend=backend, **flags
-        )
+        out, lse = hw.attention(q, k, v, bias=bias, sink=sink, return_lse=True, backend=backend, **flags)
         return (out.detach(), lse.detach(), *torch.autograd.grad([out, lse], leaves, grads))
 
     assert_repeats(run)
@@ -87,7 +129,7 @@ def test_packed_attention_and_its_gradients_repeat(backend, dtype):
 
     def run() -> tuple[Tensor, ...]:
         leaves = [t.detach().requires_grad_() for t in x]
-        out = hw.attention_varlen(*leaves, *bounds, causal=True, deterministic=True, backend=backend)
+        out = hw.attention_varlen(*leaves, *bounds, causal=True, backend=backend)
         return (out.detach(), *torch.autograd.grad(out, leaves, grad))
 
     assert_repeats(run)
@@ -101,7 +143,7 @@ q, k, v = (torch.randn(1, h, s, d).to("{device}").requires_grad_() for h, s, d i
 grad = torch.randn(1, 6, 90, 24).to("{device}")
 
 def run():
-    out = hw.attention(q, k, v, causal=True, softcap={softcap}, deterministic=True, backend="{backend}")
+    out = hw.attention(q, k, v, causal=True, softcap={softcap}, backend="{backend}")
     return out, *torch.autograd.grad(out, (q, k, v), grad)
 
 first = run()

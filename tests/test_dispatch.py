@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,13 +15,17 @@ import torch
 import headwise as hw
 from headwise import config
 from headwise.backends import registry
+from headwise.backends.cpu import recorder
+from headwise.cases import SUITES
+from headwise.ops import _explain
+from headwise.ops.softmax import Softmax
 
 
 class Spy(ModuleType):
     """A backend that takes float32 softmax on the CPU, up to rows of 100, and counts what it ran."""
 
     DTYPES = (torch.float32,)
-    LAUNCHERS = {"softmax_forward": "softmax"}  # noqa: RUF012
+    LAUNCHERS = {"softmax_forward": "softmax", "softmax_backward": None}  # noqa: RUF012
 
     def __init__(self) -> None:
         super().__init__("spy_backend")
@@ -32,9 +38,9 @@ class Spy(ModuleType):
     def supports(self, call: registry.Call) -> str | None:
         return "it takes rows of at most 100" if call.sizes["V"] > 100 else None
 
-    def softmax_forward(self, x: torch.Tensor) -> torch.Tensor:
+    def softmax_forward(self, args: Softmax) -> torch.Tensor:
         self.calls += 1
-        return torch.softmax(x, -1)
+        return torch.softmax(args.x, -1)
 
 
 @pytest.fixture
@@ -45,10 +51,11 @@ def spy(monkeypatch):
     kernels.softmax_forward = backend.softmax_forward
     monkeypatch.setitem(sys.modules, "spy_backend", backend)
     monkeypatch.setitem(sys.modules, "spy_backend.softmax", kernels)
+    monkeypatch.setitem(sys.modules, "spy_backend.recorder", recorder)
     monkeypatch.setattr(registry, "BACKENDS", (*registry.BACKENDS, registry.Backend("spy", (), ("cpu",), backend)))
-    monkeypatch.setattr(registry, "_availability", {})
-    monkeypatch.setattr(registry, "_launchers", {})
-    return backend
+    registry.ask_again()  # another spy than that of the test before
+    yield backend
+    registry.ask_again()
 
 
 X = torch.randn(3, 10)
@@ -112,8 +119,8 @@ def test_by_setting(spy, monkeypatch):
         ({}, None, False),
         ({"HEADWISE_BACKEND": "cpu"}, "cpu", False),
         ({"HEADWISE_BACKEND": ""}, None, False),
-        ({"HEADWISE_VALIDATE": "1"}, None, True),
-        ({"HEADWISE_VALIDATE": "0"}, None, False),
+        *[({"HEADWISE_VALIDATE": on}, None, True) for on in ("1", "true", "Yes", "ON")],
+        *[({"HEADWISE_VALIDATE": off}, None, False) for off in ("0", "false", "No", "OFF", "")],
     ],
 )
 def test_settings_come_from_the_environment(monkeypatch, environment, backend, validate):
@@ -121,7 +128,35 @@ def test_settings_come_from_the_environment(monkeypatch, environment, backend, v
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert config.Settings.from_environment() == config.Settings(backend, validate)
+    interpreted = config.settings.triton_interpret
+    assert config.Settings.from_environment() == config.Settings(backend, validate, triton_interpret=interpreted)
+
+
+def test_a_setting_that_is_neither_on_nor_off_raises(monkeypatch):
+    monkeypatch.setenv("HEADWISE_VALIDATE", "maybe")
+    with pytest.raises(ValueError, match="HEADWISE_VALIDATE='maybe'; it needs to be 1, true, yes or on, or 0, false"):
+        config.Settings.from_environment()
+
+
+def test_every_setting_is_documented(monkeypatch):
+    """In the docstring and in docs/index.md, and nothing else is read."""
+    monkeypatch.setattr(config, "os", asked := Asked())
+    config.Settings.from_environment()
+    page = (Path(__file__).parent.parent / "docs" / "index.md").read_text(encoding="utf-8")
+    pattern = r"`+((?:HEADWISE|TRITON)_[A-Z_]+)`+"
+    assert asked.names == set(re.findall(pattern, config.__doc__)) == set(re.findall(pattern, page))
+
+
+class Asked:
+    """In place of os: remembers which variables were asked for."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.environ = self
+
+    def get(self, name: str, default: str | None = None) -> str | None:
+        self.names.add(name)
+        return default
 
 
 # A way to ask for a backend -> the call that asks with it.
@@ -145,9 +180,8 @@ def ask(way: str, backend: str, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
         (torch.randn(2, 101), "it takes rows of at most 100"),
         (torch.randn(2, 5).half(), "it computes in float32, not float16"),
         (torch.randn(2, 5, requires_grad=True), "it has no softmax_backward kernel yet"),
-        (torch.empty(2, 5, device="meta"), "the tensors are on 'meta' and it takes tensors on 'cpu'"),
     ],
-    ids=["size", "dtype", "gradient", "device"],
+    ids=["size", "dtype", "gradient"],
 )
 def test_a_named_backend_runs_or_raises(spy, monkeypatch, way, x, reason):
     with pytest.raises(ValueError, match=f"softmax: backend='spy' cannot run this call: {reason}"):
@@ -172,10 +206,33 @@ def test_an_unknown_name_raises_with_the_known_ones(monkeypatch, way):
 
 
 def test_a_device_nobody_runs_names_every_reason(spy):
-    with pytest.raises(ValueError, match="no backend runs this call on device 'meta'") as error:
-        hw.softmax(X.to("meta"))
+    told = _explain.judge(_explain.describe("softmax", X), device="abacus")
+    assert told.chosen is None
+    assert "no backend runs this call on device 'abacus'" in told.error
     for row in registry.BACKENDS:
-        assert f"{row.name}: " in str(error.value)
+        assert f"{row.name}: " in told.error
+    assert dict(told.verdicts)["spy"] == "the tensors are on 'abacus' and it takes tensors on 'cpu'"
+
+
+def test_a_mac_is_told_the_way_out():
+    told = _explain.judge(_explain.describe("softmax", X), device="mps")
+    assert "x.cpu() runs on the CPU and headwise.webgpu.array(x.cpu()) on the GPU" in told.error
+
+
+def test_a_padded_batch_without_q_lengths_gets_a_note():
+    q = torch.randn(2, 2, 5, 8)
+    lengths = torch.tensor([3, 5])
+    assert "needs q_lengths as well" in hw.explain("attention", q, q, q, causal=True, kv_lengths=lengths).hint
+    assert hw.explain("attention", q, q, q, kv_lengths=lengths).hint is None
+    assert hw.explain("attention", q[:, :, :1], q, q, causal=True, kv_lengths=lengths).hint is None
+    padded = {"causal": True, "kv_lengths": lengths, "q_lengths": lengths}
+    assert hw.explain("attention", q, q, q, **padded).hint is None
+
+
+def test_tensors_without_memory_are_nobodys(spy):
+    with hw.use_backend("spy"):
+        assert hw.softmax(X.to("meta")).device.type == "meta"
+    assert spy.calls == 0
 
 
 def test_automatic_choice_passes_over_what_is_not_supported(spy, monkeypatch):
@@ -238,5 +295,103 @@ def test_explain_raises_what_the_op_raises():
         hw.explain("softmax", [1.0])
     with pytest.raises(TypeError, match="dim"):
         hw.explain("softmax", X, dim=1)
-    with pytest.raises(ValueError, match="explain: op is 'nonsense'; it needs to be one of attention"):
+    with pytest.raises(ValueError, match=r"explain: op is 'nonsense'; it needs to be one of add_rms_norm, .*attention"):
         hw.explain("nonsense", X)
+
+
+def test_an_unknown_backend_is_an_error_of_the_call(monkeypatch):
+    with pytest.raises(ValueError, match="backend='nonsense' is not known"):
+        hw.explain("softmax", X, backend="nonsense")
+
+
+# An attention call that the Hopper kernels take.
+Q = torch.randn(4, 16, 1024, 64, dtype=torch.bfloat16)
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, two bytes further on."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kernel"),
+    [
+        ("sm_90", "the Hopper kernel"),
+        ("sm_80", "the plain kernel (the Hopper kernels are for sm_90, and this GPU is sm_80)"),
+        ("sm_86", "the plain kernel (the Hopper kernels are for sm_90, and this GPU is sm_86)"),
+        ("sm_100", "the plain kernel (the Hopper kernels are for sm_90, and this GPU is sm_100)"),
+        ("gfx942", "the plain kernel (the Hopper kernels are for NVIDIA GPUs)"),
+    ],
+)
+def test_explain_answers_for_a_gpu_that_is_not_here(arch, kernel):
+    told = hw.explain("attention", Q, Q, Q, causal=True, arch=arch)
+    assert (told.chosen, told.call.device, told.call.arch) == ("triton", "cuda", arch)
+    assert told.note == f"forward: {kernel}"
+    q = Q.clone().requires_grad_()
+    assert hw.explain("attention", q, Q, Q, arch=arch).note == f"forward: {kernel}; backward: {kernel}"
+    assert f"on cuda ({arch})" in str(told)
+
+
+def test_explain_knows_what_a_gpu_lacks():
+    wide = torch.empty(1, 1, 64, 512, requires_grad=True)
+    assert hw.explain("attention", wide, wide, wide, arch="sm_86").chosen is None
+    assert hw.explain("attention", *[wide.detach()] * 3, arch="sm_86").chosen == "triton"
+    with pytest.raises(ValueError, match="arch is 'sm_75'; it needs to be one of sm_80, sm_86, sm_90, sm_100, gfx942"):
+        hw.explain("attention", Q, Q, Q, arch="sm_75")
+
+
+def test_explain_sees_an_unaligned_address():
+    odd, reason = shifted(Q), "the plain kernel (k does not begin at a multiple of 16 bytes)"
+    told = hw.explain("attention", Q, odd, Q, arch="sm_90").note
+    assert told.startswith(f"forward: {reason}; ")
+    assert told.endswith("loads are not vectorised: k")
+    assert (
+        hw.explain("attention", Q.to("meta"), *[odd.to("meta")] * 2, arch="sm_90").note == "forward: the Hopper kernel"
+    )
+    assert hw.explain("rms_norm", odd, arch="sm_80").note == (
+        "not at a multiple of 16 bytes, so loads are not vectorised: x"
+    )
+    assert hw.explain("rms_norm", Q, arch="sm_80").note is None
+
+
+def test_explain_hints_at_heads_that_look_like_a_sequence():
+    inside = torch.empty(2, 1024, 16, 64, device="meta")
+    hint = "q has 1024 heads of 16 tokens; a (B, S, H, D) tensor needs .transpose(1, 2)"
+    told = hw.explain("attention", inside, inside, inside)
+    assert told.hint == hint
+    assert f"note: {hint}" in str(told)
+    outside = inside.transpose(1, 2)
+    assert hw.explain("attention", outside, outside, outside).hint is None
+    one = torch.empty(2, 128, 1, 64, device="meta")  # a decoded token of many heads
+    cache = torch.empty(2, 8, 4096, 64, device="meta")
+    assert hw.explain("attention", one, cache, cache).hint is None
+
+
+# ------------------------------------------------------------------------------------------------ what comes with import
+
+
+@pytest.mark.parametrize("name", ["nn", "reference", "testing", "webgpu"])
+def test_modules_are_there_after_import_headwise(name):
+    program = f"""
+import sys, headwise as hw
+assert "headwise.{name}" not in sys.modules
+assert "{name}" in dir(hw)
+assert hw.{name} is sys.modules["headwise.{name}"]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_there_is_no_other_attribute():
+    with pytest.raises(AttributeError, match="module 'headwise' has no attribute 'nonsense'"):
+        _ = hw.nonsense
+
+
+@pytest.mark.parametrize("op", [name for name in hw.__all__ if name in SUITES])
+def test_the_oracle_of_every_op_is_a_function(op):
+    """As the error of a second-order gradient says."""
+    assert callable(getattr(hw.reference, op))
+
+
+def test_a_second_order_gradient_can_be_had_from_the_oracle():
+    x = X.double().requires_grad_()
+    assert torch.autograd.gradgradcheck(hw.reference.softmax, (x,))

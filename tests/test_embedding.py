@@ -128,7 +128,7 @@ def test_second_order_raises():
 def test_opcheck():
     ids, grad = torch.tensor([[1, 2, 1], [0, 3, 3]]), torch.randn(2, 3, 4)
     weight = torch.randn(5, 4, requires_grad=True)
-    torch.library.opcheck(torch.ops.headwise.embedding_forward, (ids, weight, 3, "cpu"))
+    torch.library.opcheck(torch.ops.headwise.embedding_forward, (ids, weight, 3, 5, "cpu"))
     torch.library.opcheck(torch.ops.headwise.embedding_backward, (grad, ids, 5, -1, "cpu"))
 
 

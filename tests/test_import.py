@@ -7,7 +7,19 @@ import subprocess
 import sys
 
 # Top-level packages, and parts of torch that `import torch` itself leaves alone (they take seconds).
-HEAVY = ("triton", "wgpu", "jinja2", "rich", "matplotlib", "numpy", "sympy", "transformers", "hypothesis", "pytest")
+HEAVY = (
+    "triton",
+    "wgpu",
+    "jinja2",
+    "rich",
+    "matplotlib",
+    "numpy",
+    "sympy",
+    "transformers",
+    "onnx",
+    "hypothesis",
+    "pytest",
+)
 HEAVY_PARTS = ("torch._dynamo", "torch._inductor", "headwise.reference", "headwise.cases", "headwise.cli")
 
 SECONDS = 0.3

@@ -51,7 +51,7 @@ def test_two_hundred_backward_repeats_give_one_answer(backend):
     grad = m.normal(1, 4, 130, 40)
 
     def gradients():
-        out = hw.attention(*x, causal=True, deterministic=True, backend=backend)
+        out = hw.attention(*x, causal=True, backend=backend)
         return torch.autograd.grad(out, x, grad)
 
     first = gradients()
@@ -177,19 +177,22 @@ def test_offsets_of_packed_attention_pass_2_to_the_31(backend):
     assert all(map(torch.equal, near, far))
 
 
-@pytest.mark.parametrize("op", ["softmax", "rms_norm", "cross_entropy", "embedding", "transpose"])
+@pytest.mark.parametrize("op", ["softmax", "rms_norm", "cross_entropy", "embedding", "transpose", "glu", "rope"])
 @on_every_backend
 def test_offsets_of_rows_times_vocabulary_pass_2_to_the_31(backend, op):
     m = maker(backend, torch.float16)
     x = m.normal(9, 300)
     targets = m.integers(0, 300, 9)
     ids = torch.tensor([8, 0, 8, 7, 3], device=x.device)
+    tables = [m.normal(9, 40, dtype=torch.float32) for _ in range(2)]
     run = {
         "softmax": lambda x: hw.softmax(x, backend=backend),
         "rms_norm": lambda x: hw.rms_norm(x, None, backend=backend),
         "cross_entropy": lambda x: hw.cross_entropy(x, targets, backend=backend),
         "embedding": lambda x: hw.embedding(ids, x, backend=backend),
         "transpose": lambda x: hw.transpose(x, backend=backend),
+        "glu": lambda x: hw.glu(x, backend=backend),
+        "rope": lambda x: hw.rope(x.unflatten(1, (3, 100)), *tables, backend=backend),
     }[op]
     far_x = far_apart(x).requires_grad_()
     near_x = x.requires_grad_()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headwise.reference import attention as oracle
+from headwise import reference as oracle
 from headwise.reference.cross_entropy import cross_entropy
 from headwise.reference.embedding import embedding
 from headwise.reference.rms_norm import rms_norm
@@ -39,15 +39,21 @@ SEVERAL_FEATURES = {
     "bias with -inf": {"bias": torch.where(coin(23, 31), 0.3, -math.inf).double()},
     "kv_lengths": {"kv_lengths": torch.tensor([31, 7])},
     "kv_lengths and causal": {"kv_lengths": torch.tensor([0, 12]), "causal": True},
+    "q_lengths": {"q_lengths": torch.tensor([23, 2]), "causal": True},
+    "kv_starts": {"kv_starts": torch.tensor([31, 4]), "window": (20, 1)},
+    "right-padded batch": {"q_lengths": torch.tensor([3, 0]), "kv_lengths": torch.tensor([3, 0]), "causal": True},
     "scale": {"scale": 1.0},
     "softcap": {"softcap": 1.5},
     "sink": {"sink": normal(4)},
+    "sink and empty rows": {"sink": normal(4), "kv_lengths": torch.tensor([0, 12]), "causal": True},
     "everything": {
         "causal": True,
         "window": (12, 0),
         "mask": coin(2, 4, 23, 31) | (torch.arange(31) < 20),
         "bias": normal(2, 4, 23, 31),
         "kv_lengths": torch.tensor([31, 28]),
+        "q_lengths": torch.tensor([23, 17]),
+        "kv_starts": torch.tensor([0, 9]),
         "scale": 0.7,
         "softcap": 2.0,
         "sink": normal(4),
@@ -73,6 +79,68 @@ def test_oracle_agrees_with_the_direct_formula(name):
     )
 
 
+BOUNDS = {  # queries, first key and end of the keys of two batch entries
+    "right-padded": ([23, 9], [0, 0], [31, 9]),
+    "left-padded": ([23, 23], [0, 17], [31, 31]),
+    "both": ([11, 23], [5, 12], [28, 20]),
+    "nothing left": ([0, 15], [3, 20], [31, 10]),
+}
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("name", ["plain", "window and causal", "everything"])
+def test_lengths_leave_calls_of_what_exists(name, bounds):
+    """With q_lengths, kv_starts and kv_lengths each batch entry is a call of its own; the rest may hold NaN."""
+    flags = {n: f for n, f in SEVERAL_FEATURES[name].items() if n not in ("q_lengths", "kv_starts", "kv_lengths")}
+    x = {"q": normal(2, 4, 23, 8), "k": normal(2, 2, 31, 8), "v": normal(2, 2, 31, 6), "sink": normal(4)}
+    x.update({n: flags.pop(n) for n in ("bias", "sink") if n in flags})
+    out_grad, lse_grad = normal(2, 4, 23, 6, seed=5), normal(2, 4, 23, seed=6)
+    lengths = dict(zip(("q_lengths", "kv_starts", "kv_lengths"), map(torch.tensor, BOUNDS[bounds]), strict=True))
+    for b, (rows, start, stop) in enumerate(zip(*BOUNDS[bounds], strict=True)):
+        for t in (x["q"], out_grad, lse_grad):
+            t[b, :, rows:] = math.nan
+        for t in (x["k"], x["v"]):
+            t[b, :, :start], t[b, :, stop:] = math.nan, math.inf
+
+    def one_by_one(q, k, v, sink, bias=None):
+        outs, lses = [], []
+        for b, (rows, start, stop) in enumerate(zip(*BOUNDS[bounds], strict=True)):
+            keys, entry = slice(min(start, stop), stop), slice(b, b + 1)
+            scores = {"mask": flags.get("mask"), "bias": bias}
+            scores = {n: t.expand(2, 4, 23, 31)[entry, :, :rows, keys] for n, t in scores.items() if t is not None}
+            out, lse = oracle.attention(
+                q[entry, :, :rows], k[entry, :, keys], v[entry, :, keys], sink=sink, **{**flags, **scores}
+            )
+            outs.append(F.pad(out, (0, 0, 0, 23 - rows)))
+            lses.append(F.pad(lse, (0, 23 - rows), value=-math.inf))
+        return torch.cat(outs), torch.cat(lses)
+
+    close(
+        direct.results_of(lambda **t: oracle.attention(**t, **flags, **lengths), x, (out_grad, lse_grad)),
+        direct.results_of(one_by_one, x, (out_grad, lse_grad)),
+    )
+
+
+def test_a_sink_may_be_given_to_a_part_that_sees_nothing():
+    x = {"q": normal(2, 4, 23, 8), "k": normal(2, 4, 31, 8), "v": normal(2, 4, 31, 6), "sink": normal(4)}
+    seen = direct.visible_keys(23, 31, causal=True)
+    assert not seen[:12, 20:].any()
+    grads = (normal(2, 4, 23, 6, seed=5), normal(2, 4, 23, seed=6))
+
+    def merged(q, k, v, sink):
+        parts = [
+            oracle.attention(q, k[:, :, :20], v[:, :, :20], mask=seen[:, :20]),
+            oracle.attention(q, k[:, :, 20:], v[:, :, 20:], mask=seen[:, 20:], sink=sink),
+        ]
+        assert torch.equal(parts[1][1][:, :, :12], sink[:, None].expand(2, 4, 12))
+        return oracle.merge_attention(*zip(*parts, strict=True))
+
+    close(
+        direct.results_of(merged, x, grads),
+        direct.results_of(lambda **t: direct.attention(**t, causal=True), x, grads),
+    )
+
+
 def test_oracle_of_packed_attention_agrees_with_the_direct_formula():
     x = {"q": normal(40, 4, 8), "k": normal(50, 2, 8), "v": normal(50, 2, 6)}
     cu_q, cu_k = [0, 0, 13, 13, 34], [0, 5, 20, 20, 47]
@@ -91,9 +159,10 @@ def test_oracle_of_decode_agrees_with_the_direct_formula(Sq, paged):
     shape = (30, 2, 5) if paged else (4, 2, 25)
     k, v = normal(*shape, 8), normal(*shape, 6)
     table = torch.randperm(30, generator=torch.Generator().manual_seed(0))[:20].view(4, 5) if paged else None
-    lengths = [25, 11, 1, 0]
-    ours = oracle.attention_decode(q, k, v, torch.tensor(lengths), block_table=table, window=(7, None))
-    theirs = direct.decode(q, k, v, lengths, block_table=table, window=(7, None))
+    lengths, starts = [25, 11, 1, 0], [21, 0, 1, 3]
+    flags = {"block_table": table, "window": (7, None)}
+    ours = oracle.attention_decode(q, k, v, torch.tensor(lengths), kv_starts=torch.tensor(starts), **flags)
+    theirs = direct.decode(q, k, v, lengths, kv_starts=starts, **flags)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
@@ -154,8 +223,9 @@ def test_gradients_of_the_oracle(name):
     flags = {n: f for n, f in SEVERAL_FEATURES[name].items() if n not in ("mask", "bias", "sink")}
     given = SEVERAL_FEATURES[name]
     q, k, v = normal(2, 2, 3, 2), normal(2, 1, 5, 2), normal(2, 1, 5, 3)
-    if "kv_lengths" in flags:
-        flags["kv_lengths"] = flags["kv_lengths"].clamp(max=5)
+    for lengths, most in (("q_lengths", 3), ("kv_starts", 5), ("kv_lengths", 5)):
+        if lengths in flags:
+            flags[lengths] = flags[lengths].clamp(max=most)
     if "mask" in given:
         flags["mask"] = coin(2, 2, 3, 5)
     bias = normal(1, 2, 3, 5) if "bias" in given else None

@@ -47,6 +47,7 @@ def sample_calls(backend: str) -> list[Callable[[], Any]]:
     parts = [hw.attention(q, k, v, mask=mask, return_lse=True, backend=backend) for _ in range(2)]
     outs, lses = ([t.detach().requires_grad_() for t in pair] for pair in zip(*parts, strict=True))
     lengths = ints(backend, 23, 11)
+    angles, fewer = (m.normal(23, 3), m.normal(23, 3)), targets % 9
 
     def plain() -> list[Tensor]:
         return [hw.attention(q, k, v, causal=True, window=(7, 0), backend=backend)]
@@ -79,6 +80,14 @@ def sample_calls(backend: str) -> list[Callable[[], Any]]:
         lambda: [hw.cross_entropy(x, targets, backend=backend)],
         lambda: hw.cross_entropy_forward_backward(x.detach(), targets, backend=backend),
         lambda: [hw.transpose(x, backend=backend)],
+        lambda: [hw.layer_norm(x, weight, backend=backend)],
+        lambda: hw.add_rms_norm(x, x.detach(), weight, backend=backend),
+        lambda: [hw.glu(x, x.detach(), backend=backend)],
+        lambda: [hw.glu(x, activation="gelu", backend=backend)],
+        lambda: hw.rope((q, k[:, :, :19]), *angles, backend=backend),
+        lambda: [hw.linear_cross_entropy(x, table, fewer, backend=backend)],
+        lambda: hw.linear_cross_entropy(x, table, fewer, return_logprobs=True, return_entropy=True, backend=backend),
+        lambda: hw.linear_cross_entropy_forward_backward(x.detach(), table.detach(), fewer, backend=backend)[:3],
     ]
 
 
@@ -367,12 +376,12 @@ def test_output_gradients_may_have_any_strides(backend, form):
         "transposed": (m.normal(8, 40, 4, 2).permute(3, 2, 1, 0), m.normal(40, 4, 2).permute(2, 1, 0)),
         "strided": (m.normal(2, 4, 40, 16)[..., ::2], m.normal(2, 4, 80)[..., ::2]),
     }[form]
-    outputs = hw.attention(**x, return_lse=True, deterministic=True, backend=backend)
+    outputs = hw.attention(**x, return_lse=True, backend=backend)
     found = torch.autograd.grad(outputs, list(x.values()), grads, retain_graph=True)
     expected = torch.autograd.grad(outputs, list(x.values()), [g.contiguous() for g in grads])
     assert all(map(torch.equal, found, expected))
     bounds, packed = ints(backend, 0, 40), [t[0].transpose(0, 1)[:40] for t in (x["q"], x["k"], x["v"])]
-    out = hw.attention_varlen(*packed, bounds, bounds, 40, 40, deterministic=True, backend=backend)
+    out = hw.attention_varlen(*packed, bounds, bounds, 40, 40, backend=backend)
     grad = grads[0][0].transpose(0, 1)
     found = torch.autograd.grad(out, packed, grad, retain_graph=True)
     assert all(map(torch.equal, found, torch.autograd.grad(out, packed, grad.contiguous())))
@@ -381,7 +390,7 @@ def test_output_gradients_may_have_any_strides(backend, form):
 @on_every_backend
 def test_gradients_accumulate_and_the_graph_can_be_kept(backend):
     x = {n: t.requires_grad_() for n, t in small(backend).items()}
-    out = hw.attention(**x, deterministic=True, backend=backend)
+    out = hw.attention(**x, backend=backend)
     out.sum().backward(retain_graph=True)
     first = {n: t.grad.clone() for n, t in x.items()}
     out.sum().backward()

@@ -62,6 +62,15 @@ def test_conjugate_and_negative_views_are_resolved():
     assert torch.equal(hw.transpose(x.conj().imag), x.conj().imag.t())
 
 
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_conjugate_gradients_are_resolved(backend):
+    x = torch.randn(5, 7, dtype=torch.complex64, device=DEVICE[backend], requires_grad=True)
+    grad = torch.randn(7, 5, dtype=torch.complex64, device=DEVICE[backend])
+    for arriving in (grad, grad.conj(), grad.conj()):
+        (found,) = torch.autograd.grad(hw.transpose(x, backend=backend), x, arriving)
+        assert torch.equal(found, arriving.t())
+
+
 def test_is_linear_to_any_order():
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(hw.transpose, x)

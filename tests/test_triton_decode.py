@@ -1,4 +1,4 @@
-"""Decoding in Triton's interpreter: who computes which shares, who merges, and the counters by which it knows.
+"""Decoding in Triton's interpreter: who computes which splits, who merges, and the counters by which it knows.
 
 Without the interpreter there is nothing to run here; tests/gpu has the same on a GPU.
 """
@@ -15,6 +15,7 @@ if not settings.triton_interpret:
     pytest.skip("for Triton's interpreter (TRITON_INTERPRET=1)", allow_module_level=True)
 
 from headwise.backends.triton import decode
+from headwise.backends.triton.gpu import Interpreter
 
 
 @pytest.fixture
@@ -23,16 +24,14 @@ def kept(monkeypatch):
     counters = torch.zeros(64, dtype=torch.int32)
     asked = []
 
-    def zeros(like, count):
+    def zeros(self, count):
         asked.append(count)
         assert count <= counters.numel()
         return counters
 
-    monkeypatch.setattr(decode, "zeros", zeros)
-    monkeypatch.setattr(decode, "shares_of_a_program", lambda shares, tiles, processors: 1)
-    decode._plans.cache_clear()
-    yield counters, asked
-    decode._plans.cache_clear()
+    monkeypatch.setattr(Interpreter, "counters", zeros)
+    monkeypatch.setattr(decode, "splits_of_a_program", lambda splits, tiles, processors: 1)
+    return counters, asked
 
 
 def call(batch=2, heads=6, key_heads=2, queries=1, capacity=300, dim=16, splits=4, **others):
@@ -73,7 +72,7 @@ def test_both_ways_to_merge_give_the_same_bits(kept, monkeypatch, sink):
         (out, lse), _ = call(**shape, **others)
         assert len(asked) == 1
         with monkeypatch.context() as patch:
-            patch.setattr(decode, "_merges_itself", lambda q, plans: False)
+            patch.setattr(decode, "merges_itself", lambda *_: False)
             (again, again_lse), _ = call(**shape, **others)
         assert len(asked) == 1
         assert torch.equal(out, again)
@@ -82,7 +81,7 @@ def test_both_ways_to_merge_give_the_same_bits(kept, monkeypatch, sink):
 
 
 @pytest.mark.parametrize("sink", [False, True])
-def test_however_many_shares_a_program_has_the_bits_are_the_same(kept, monkeypatch, sink):
+def test_however_many_splits_a_program_has_the_bits_are_the_same(kept, monkeypatch, sink):
     others = {"sink": torch.randn(6)} if sink else {}
     shapes = (
         {"splits": 11, "capacity": 700},
@@ -94,9 +93,8 @@ def test_however_many_shares_a_program_has_the_bits_are_the_same(kept, monkeypat
         results = []
         for each in (1, decode.BUNDLE, shape.get("splits", 4)):
             for itself in (True, False):
-                monkeypatch.setattr(decode, "shares_of_a_program", lambda shares, tiles, processors, n=each: n)
-                monkeypatch.setattr(decode, "_merges_itself", lambda q, plans, itself=itself: itself)
-                decode._plans.cache_clear()
+                monkeypatch.setattr(decode, "splits_of_a_program", lambda splits, tiles, processors, n=each: n)
+                monkeypatch.setattr(decode, "merges_itself", lambda *_, itself=itself: itself)
                 result, expected = call(**shape, **others)
                 results.append(result)
                 torch.testing.assert_close(result[0], expected[0], atol=1e-5, rtol=1e-5)
@@ -105,12 +103,12 @@ def test_however_many_shares_a_program_has_the_bits_are_the_same(kept, monkeypat
             assert torch.equal(lse, results[0][1])
 
 
-def test_programs_have_as_many_shares_as_leave_enough_programs():
-    assert [decode.shares_of_a_program(16, tiles, 132) for tiles in (8, 49, 50, 197, 198, 512)] == [1, 1, 4, 4, 16, 16]
-    assert decode.shares_of_a_program(1, 8, 132) == 1
+def test_programs_have_as_many_splits_as_leave_enough_programs():
+    assert [decode.splits_of_a_program(16, tiles, 132) for tiles in (8, 49, 50, 197, 198, 512)] == [1, 1, 4, 4, 16, 16]
+    assert decode.splits_of_a_program(1, 8, 132) == 1
 
 
-def test_many_parts_are_merged_by_a_kernel_of_their_own(kept):
+def test_many_partials_are_merged_by_a_kernel_of_their_own(kept):
     _, asked = kept
     (out, _), (expected, _) = call(batch=1, heads=8, key_heads=1, capacity=2100, dim=128, splits=32)
     assert not asked

@@ -21,11 +21,14 @@ def test_tf32_only_when_asked_for(switch):
     # In a process of its own: PyTorch does not let the old and the new switch be used in one.
     code = f"""
 import torch
-from headwise.config import settings
-from headwise.backends.triton.scores import dot_precision
-settings.triton_interpret = False
+import headwise as hw
+from headwise.backends.triton.gpu import KNOWN
+from headwise.backends.triton.products import dot_precision
+from headwise.backends.triton.recording import Recording
 {switch}
-print(dot_precision(torch.float32), dot_precision(torch.bfloat16))
+gpu = Recording(KNOWN["sm_90"], torch.backends.cuda.matmul.fp32_precision == "tf32")
+hw.softmax(torch.randn(2, 3))  # the cache key asks too
+print(dot_precision(gpu, torch.float32), dot_precision(gpu, torch.bfloat16))
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == [SWITCHES[switch], "ieee"]

@@ -11,13 +11,14 @@ import torch
 
 from headwise import config
 from headwise.backends.triton import tile_sizes
-from headwise.backends.triton.tile_sizes import Tile
+from headwise.backends.triton.gpu import KNOWN
+from headwise.backends.triton.tile_sizes import AttentionTile
 from headwise.benchmark import tuning
 from headwise.benchmark.tuning import CLIMB, EVERYTHING, QUICK, ShapeClass
 from headwise.cli import main, tune
 
 FORWARD = ShapeClass("attention_forward", 16, 128, True)
-START, BEST = Tile(128, 64, 4, 2), Tile(64, 32, 8, 3)
+START, BEST = AttentionTile(128, 64, 4, 2), AttentionTile(64, 32, 8, 3)
 ON_THE_GRID = tuning.grid(FORWARD, 227 * 1024)
 
 
@@ -26,7 +27,7 @@ class FakeBench:
 
     def __init__(self, current=START, broken=(), wrong=(), best=BEST, noise=0.0):
         self.start, self.broken, self.wrong, self.best, self.noise = current, broken, wrong, best, noise
-        self.timed: list[Tile] = []
+        self.timed: list[AttentionTile] = []
 
     def current(self):
         return self.start
@@ -42,13 +43,12 @@ class FakeBench:
 
 
 def test_a_tile_can_be_forced_on_one_kernel():
-    cpu = torch.device("cpu")
-    before = tile_sizes.tile("attention_forward", 16, 64, False, cpu)
-    other = tile_sizes.tile("attention_backward_keys", 16, 64, False, cpu)
+    before = tile_sizes.tile("attention_forward", 16, 64, False, "sm_80")
+    other = tile_sizes.tile("attention_backward_keys", 16, 64, False, "sm_80")
     with tile_sizes.forced("attention_forward", BEST):
-        assert tile_sizes.tile("attention_forward", 16, 64, False, cpu) == BEST
-        assert tile_sizes.tile("attention_backward_keys", 16, 64, False, cpu) == other
-    assert tile_sizes.tile("attention_forward", 16, 64, False, cpu) == before
+        assert tile_sizes.tile("attention_forward", 16, 64, False, "sm_80") == BEST
+        assert tile_sizes.tile("attention_backward_keys", 16, 64, False, "sm_80") == other
+    assert tile_sizes.tile("attention_forward", 16, 64, False, "sm_80") == before
 
 
 def test_classes_are_those_of_the_tables():
@@ -61,12 +61,12 @@ def test_classes_are_those_of_the_tables():
 
 
 def test_the_grid_holds_only_what_may_fit():
-    assert Tile(256, 128, 4, 2) not in ON_THE_GRID  # its sums alone are more than all registers
+    assert AttentionTile(256, 128, 4, 2) not in ON_THE_GRID  # its sums alone are more than all registers
     assert {t.passes for t in ON_THE_GRID} == {1}
     small = tuning.grid(FORWARD, 64 * 1024)
     assert set(small) < set(ON_THE_GRID)
-    in_parts = tuning.grid(FORWARD._replace(bits=32), 227 * 1024, 3)  # 6 bytes per number instead of 4
-    assert {t._replace(parts=1) for t in in_parts} < set(tuning.grid(FORWARD._replace(bits=32), 227 * 1024))
+    split = tuning.grid(FORWARD._replace(bits=32), 227 * 1024, bf16x3=True)  # 6 bytes per number instead of 4
+    assert {t._replace(bf16x3=False) for t in split} < set(tuning.grid(FORWARD._replace(bits=32), 227 * 1024))
 
 
 def test_the_search_climbs_to_the_fastest():
@@ -86,11 +86,11 @@ def test_quick_goes_one_step():
 
 
 def test_a_tile_that_is_not_on_the_grid_is_a_start_as_well():
-    assert tuning.tune_class(FORWARD, FakeBench(current=Tile(96, 48, 4, 2)), ON_THE_GRID).best == BEST
+    assert tuning.tune_class(FORWARD, FakeBench(current=AttentionTile(96, 48, 4, 2)), ON_THE_GRID).best == BEST
 
 
 def test_what_does_not_run_or_is_wrong_is_skipped_and_counted():
-    wrong = Tile(64, 32, 8, 2)
+    wrong = AttentionTile(64, 32, 8, 2)
     outcome = tuning.tune_class(FORWARD, FakeBench(broken=(BEST,), wrong=(wrong,)), ON_THE_GRID, EVERYTHING)
     assert outcome.skipped == Counter({"out of shared memory or registers": 1, "wrong result": 1})
     assert outcome.best not in (BEST, wrong)
@@ -99,7 +99,7 @@ def test_what_does_not_run_or_is_wrong_is_skipped_and_counted():
 
 def test_a_gain_within_the_noise_changes_nothing():
     # Without noise the other is slower by a tenth; with it, it looks faster by half a percent.
-    outcome = tuning.tune_class(FORWARD, FakeBench(best=START, noise=1.05e-4), [Tile(128, 64, 4, 1)])
+    outcome = tuning.tune_class(FORWARD, FakeBench(best=START, noise=1.05e-4), [AttentionTile(128, 64, 4, 1)])
     assert outcome.best == START
 
 
@@ -132,7 +132,7 @@ def test_difference_is_about_rounding():
 
 def test_a_table_reads_back_and_grows(tmp_path, monkeypatch):
     path = tmp_path / "new" / "tiles.json"
-    twice = Tile(32, 64, 8, 1, passes=2)
+    twice = AttentionTile(32, 64, 8, 1, passes=2)
     row = FORWARD.row
     tuning.write_table(path, "sm_80", "GPU one", {"attention_forward": {row: tuning.table_row(BEST)}})
     keys = {"16-bit, head dim 64": tuning.table_row(twice)}
@@ -145,10 +145,10 @@ def test_a_table_reads_back_and_grows(tmp_path, monkeypatch):
     monkeypatch.setattr(config.settings, "tiles", str(path))
     tile_sizes.forget()
     try:
-        assert tile_sizes.tile(*FORWARD, torch.device("cpu")) == BEST
-        assert tile_sizes.tile("attention_backward_keys", 16, 64, True, torch.device("cpu")) == twice
+        assert tile_sizes.tile(*FORWARD, "sm_80") == BEST
+        assert tile_sizes.tile("attention_backward_keys", 16, 64, True, "sm_80") == twice
         # what the file does not have comes from ours
-        assert tile_sizes.tile("attention_forward", 32, 64, False, torch.device("cpu")).queries > 0
+        assert tile_sizes.tile("attention_forward", 32, 64, False, "sm_80").queries > 0
     finally:
         monkeypatch.undo()
         tile_sizes.forget()
@@ -172,9 +172,8 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(tile_sizes, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(tuning, "shared_memory", lambda device: 227 * 1024)
-    monkeypatch.setattr(tuning, "CallBench", lambda of, device: FakeBench(broken=(Tile(128, 64, 4, 3),)))
+    monkeypatch.setattr(tune, "facts", lambda device: KNOWN["sm_90"])
+    monkeypatch.setattr(tuning, "CallBench", lambda of, device: FakeBench(broken=(AttentionTile(128, 64, 4, 3),)))
     monkeypatch.setattr(tune, "_measured_on", lambda: "NVIDIA Abacus, Triton 3")
 
 
@@ -220,7 +219,10 @@ def test_without_a_gpu_it_says_so_in_a_line(capsys):
 
 
 def test_steps_count_along_the_grid():
-    assert [tuning.steps(a, b) for a, b in pairwise([BEST, BEST, Tile(128, 32, 8, 3), Tile(128, 64, 4, 3)])] == [
+    assert [
+        tuning.steps(a, b)
+        for a, b in pairwise([BEST, BEST, AttentionTile(128, 32, 8, 3), AttentionTile(128, 64, 4, 3)])
+    ] == [
         0,
         1,
         2,

@@ -125,15 +125,15 @@ def test_recording_needs_no_adapter(monkeypatch):
         raise adapter.NoAdapter("there is none")
 
     monkeypatch.setattr(adapter, "choose", none)
-    monkeypatch.setattr(runtime, "_current", None)
-    registry.ask_again("webgpu")
+    monkeypatch.setattr(runtime.process, "device", None)
+    registry.ask_again()
     assert registry.availability("webgpu") == "there is none"
     with recording(PLAIN.capabilities) as tape:
         probs = hw.softmax(array(torch.zeros(3, 5)))
         program = tape.program({"probs": probs})
     assert [dispatch.shader.name for dispatch in program.dispatches] == ["softmax"]
     assert registry.availability("webgpu") == "there is none"
-    registry.ask_again("webgpu")
+    registry.ask_again()
 
 
 def test_a_readback_cannot_be_recorded():
@@ -158,7 +158,7 @@ def test_no_buffer_is_used_for_two_things():
 
 
 def test_the_site_is_small(site):
-    assert sum(path.stat().st_size for path in site.rglob("*") if path.is_file()) < 10e6
+    assert sum(path.stat().st_size for path in site.rglob("*") if path.is_file()) < 13e6
 
 
 def test_every_op_has_checks_in_every_tier(site):
@@ -180,9 +180,8 @@ def test_every_kernel_family_is_checked(site):
     macros = {"rows"}  # it defines `entry`
     for tier in TIERS:
         checked = {d["shader"].rsplit("-", 1)[0] for c in programs(site, tier.name)["checks"] for d in c["dispatches"]}
-        # The page asks a GPU for its subgroups when it opens it, and rounds to float16 by bits whatever the driver does. No
-        # tensor of it is larger than a binding.
-        assert families - macros - checked == {"subgroup_probe", "half_probe", "round_rows"}
+        # The page asks a GPU for its subgroups when it opens it, and rounds to float16 by bits whatever the driver does.
+        assert families - macros - checked == {"subgroup_probe", "half_probe"}
         assert "pack2x16float" not in {
             word for text in texts(site).values() for word in re.findall(r"\w+", text["text"])
         }

@@ -33,10 +33,14 @@ def test_targets():
     assert set(targets("without subgroups")) == {(AtLeast(1.3, "ONNX Runtime"),)}
     assert set(targets("small grid")) == {(FlopRate(25.0),), ()}
     assert set(targets("attention backward float32")) == {(SameRate(0.5, "our forward"),)}
-    assert set(targets("memory bound float32")) == {(Within(1 / 0.7, "WGSL copy"),)}
+    assert set(targets("memory bound float32")) == {(Within(1 / 0.7, "WGSL copy"),), (Within(1 / 0.85, "WGSL copy"),)}
+    closest = {(case.name, case.direction) for case in FULL if case.requirements == (Within(1 / 0.85, "WGSL copy"),)}
+    assert {(name.split()[0], direction) for name, direction in closest} == {
+        (op, direction) for op in ("add_rms_norm", "glu", "layer_norm", "rope") for direction in ("forward", "backward")
+    }
     judged = [case.name for case in FULL if case.group.startswith("decode") and case.requirements]
     assert judged == ["B 8 length 32768"] * 3
-    assert targets("host") == [(TimeLimit(1000.0),)]
+    assert targets("host") == [(TimeLimit(600.0),), (Within(1.3, "our forward"),)]
     growth = [case for case in FULL if case.group == "growth"]
     assert [case.flops for case in growth[::2]] == [4.0 * 16 * n * n * 64 for n in webgpu.GROWTH]
 
@@ -49,11 +53,13 @@ def of_every_group():
     return list(chosen.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", of_every_group(), ids=lambda case: case.key)
 def test_cases_run_on_resident_arrays(case):
     result = run_case(case, webgpu.SUITE, ONCE)
     assert result.status == "ok", result.detail
-    assert result.note.startswith(NOTHING_CROSSED)
+    seed = "per call: 1 uploads, 0 readbacks"  # of dropout: a number, 8 bytes
+    assert result.note.startswith(seed if case.group == "dropout" else NOTHING_CROSSED)
     measured = {m.contender: m for m in result.measurements}
     assert measured["headwise"].seconds.median > 0
     assert all(p.name in measured or p.name in result.absent for p in case.peers)

@@ -66,18 +66,15 @@ def test_resident_arrays_give_the_same_bits(suite, case):
     ours = run(suite, there, gradient, None, differentiate)
     after = counts()
     assert after.readbacks == before.readbacks
-    assert after.uploads == before.uploads or isinstance(case.params.get("rows"), list)
+    seeds = 2 if isinstance(case.params.get("dropout_seed"), int) else 0  # a number, 8 bytes, once in each direction
+    assert after.uploads == before.uploads + seeds or isinstance(case.params.get("rows"), list)
     assert ours.keys() == expected.keys()
     for name, x in ours.items():
         if x is None:
             assert expected[name] is None
             continue
         assert isinstance(x, Array)
-        if suite.op == "cross_entropy":
-            # The losses of the rows are added up by PyTorch in one case and by a kernel in the other.
-            torch.testing.assert_close(x.torch(), expected[name], equal_nan=True)
-        else:
-            assert torch.equal(x.torch().nan_to_num(12345.0), expected[name].nan_to_num(12345.0)), name
+        assert torch.equal(x.torch().nan_to_num(12345.0), expected[name].nan_to_num(12345.0)), name
 
 
 def test_gradients_over_pages_ask_for_the_elements():

@@ -35,7 +35,7 @@ def cast(monkeypatch):
         monkeypatch.setattr(device, "_kernels", {})
         y = device.empty(tuple(x.shape), dtype)
         kernel = device.kernel("cast", of=shaders.DTYPES[x.dtype], to=shaders.DTYPES[dtype])
-        assert ("return pack2x16float" in kernel.source.text) == (native_half and dtype == torch.float16)
+        assert ("return pack2x16float" in kernel.text) == (native_half and dtype == torch.float16)
         vectors = x.numel() // 4
         device.run(kernel, -(-vectors // 256), (vectors,), x=device.upload(x), y=y)
         return device.read(y)
@@ -177,7 +177,7 @@ def test_kernels_are_compiled_with_what_was_found(monkeypatch):
     for native in (True, False):
         monkeypatch.setattr(device, "capabilities", device.capabilities._replace(native_half=native))
         monkeypatch.setattr(device, "_kernels", {})
-        text = device.kernel("add", dtype="f16").source.text
+        text = device.kernel("add", dtype="f16").text
         assert ("return pack2x16float" in text) == native
         assert ("half_bits" in text) != native
     runtime.forget()

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.backends.webgpu import cross_entropy, rms_norm, rows, runtime
-from headwise.reference import rms_norm as reference
+from headwise import reference
+from headwise.backends.webgpu import cross_entropy, norms, rows, runtime
+from headwise.config import settings
 from headwise.webgpu import array
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -21,15 +22,15 @@ INF = float("inf")
 
 
 @pytest.fixture(autouse=True)
-def no_plans():
-    """Calls are launched in the tiles of the test; the next test does not replay them."""
-    runtime.device().plans.clear()
+def new_records():
+    """Calls are recorded in the tiles of the test; the next test does not replay them."""
+    settings.changed()
     yield
-    runtime.device().plans.clear()
+    settings.changed()
 
 
 def tiled(monkeypatch, module, *tile):
-    monkeypatch.setattr(rows, "tile", lambda device, width, words: rows.Tile(*tile))
+    monkeypatch.setattr(rows, "tile", lambda device, width, words: rows.RowTile(*tile))
     if module is cross_entropy:
         monkeypatch.setattr(cross_entropy, "WALKED_BY_FEW", 0)
 
@@ -82,9 +83,9 @@ def test_cross_entropy_of_several_rows_in_turn(monkeypatch, turns, walks, width,
 @pytest.mark.parametrize("tile", [(32, 32, 4, False), (32, 128, 4, False), (16, 32, 8, False)], ids=str)
 def test_rms_norm_backward_of_several_rows_in_turn(monkeypatch, tile, width, dtype):
     """One row ahead and two, the weight kept in registers and not (8 vectors), more rows and fewer than shares."""
-    tiled(monkeypatch, rms_norm, *tile)
-    monkeypatch.setattr(rms_norm, "ROWS_PER_SHARE", 1000)
-    monkeypatch.setattr(rms_norm, "FEWEST_SHARES", 4)
+    tiled(monkeypatch, norms, *tile)
+    monkeypatch.setattr(norms, "ROWS_PER_PARTIAL", 1000)
+    monkeypatch.setattr(norms, "FEWEST_PARTIALS", 4)
     for count in (1, 2, 13, 40):
         torch.manual_seed(count)
         x, grad, weight = (torch.randn(*shape).to(dtype) for shape in ((count, width), (count, width), (width,)))
@@ -92,6 +93,35 @@ def test_rms_norm_backward_of_several_rows_in_turn(monkeypatch, tile, width, dty
         leaves = x.double().requires_grad_(), weight.double().requires_grad_()
         reference.rms_norm(*leaves).backward(grad.double())
         slack = {"rtol": CLOSE[dtype]["rtol"], "atol": 1e-5}
+        torch.testing.assert_close(dx.double(), leaves[0].grad, **slack)
+        torch.testing.assert_close(dweight.double(), leaves[1].grad, **slack)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("width", [512, 333], ids=["whole", "odd"])
+@pytest.mark.parametrize("tile", [(32, 128, 4, False), (16, 32, 8, False), (16, 32, 2, True)], ids=str)
+def test_other_norms_of_several_rows_in_turn(monkeypatch, tile, width, dtype):
+    """As above and, in the last tile, rows that are walked."""
+    tiled(monkeypatch, norms, *tile)
+    monkeypatch.setattr(norms, "ROWS_PER_PARTIAL", 1000)
+    monkeypatch.setattr(norms, "FEWEST_PARTIALS", 4)
+    slack = {"rtol": CLOSE[dtype]["rtol"], "atol": 2e-5 if dtype == F32 else 2e-2}
+    for count in (1, 13, 40):
+        torch.manual_seed(count)
+        x, more, grad, grad_h = (torch.randn(count, width).to(dtype) for _ in range(4))
+        weight, bias = (torch.randn(width).to(dtype) for _ in range(2))
+        leaves = [v.double().requires_grad_() for v in (x, weight, bias)]
+        reference.layer_norm(*leaves).backward(grad.double())
+        for ours, leaf in zip(hw.layer_norm_backward(grad, x, weight, bias, backend="webgpu"), leaves, strict=True):
+            torch.testing.assert_close(ours.double(), leaf.grad, **slack)
+        y, h = hw.add_rms_norm(x, more, weight, backend="webgpu")
+        assert torch.equal(h, x + more)
+        leaves = [v.double().requires_grad_() for v in (h, weight)]
+        expected = reference.rms_norm(*leaves)
+        torch.testing.assert_close(y.double(), expected.detach(), **slack)
+        torch.autograd.backward((expected, leaves[0]), (grad.double(), grad_h.double()))
+        dx, dresidual, dweight = hw.add_rms_norm_backward(grad, grad_h, h, weight, backend="webgpu")
+        assert dx is dresidual
         torch.testing.assert_close(dx.double(), leaves[0].grad, **slack)
         torch.testing.assert_close(dweight.double(), leaves[1].grad, **slack)
 
@@ -232,8 +262,8 @@ def test_tiles_of_cross_entropy_by_classes():
     device = runtime.device()
     threads = min(device.capabilities.workgroup_threads, rows.LONGEST_THREADS)
     if threads > rows.THREADS:
-        assert cross_entropy._tile(device, 32768, BF16, sampled=False) == rows.Tile(256, 256, 8, True)
-        assert cross_entropy._tile(device, 32768, BF16, sampled=True) == rows.Tile(512, 512, 16, True)
+        assert cross_entropy._tile(device, 32768, BF16, sampled=False) == rows.RowTile(256, 256, 8, True)
+        assert cross_entropy._tile(device, 32768, BF16, sampled=True) == rows.RowTile(512, 512, 16, True)
     for sampled in (True, False):
         assert cross_entropy._tile(device, 4096, BF16, sampled).walks is False
         longest = cross_entropy._tile(device, 131072, BF16, sampled)

@@ -8,19 +8,20 @@ import torch
 from attention_calls import maker
 
 import headwise as hw
+from headwise import reference
 from headwise.backends.webgpu import adapter, runtime, tiles
-from headwise.reference import attention as reference
+from headwise.config import settings
 
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2}}
 
 
 @pytest.fixture(params=[1, 2])
 def small_grids(monkeypatch, request):
-    """One dimension of a grid holds this few workgroups; plans for other grids are forgotten, and these after."""
+    """One dimension of a grid holds this few workgroups; no call replays a record for other grids."""
     monkeypatch.setattr(adapter, "MOST_GROUPS", request.param)
-    runtime.device().plans.clear()
+    settings.changed()
     yield
-    runtime.device().plans.clear()
+    settings.changed()
 
 
 # ------------------------------------------------------------------------------------------------- NaN under a cap
@@ -213,7 +214,7 @@ def test_lanes_that_lie_apart_compute_the_same(flags):
     for apart in (1, 2):
         # Ten do not go into the vectors of four that threads exchange without subgroups.
         subgroups = runtime.device().capabilities.tier >= "C"
-        tile = tiles.Tile(4, 4, 32, 40 if subgroups else 8, 10 if subgroups else 4, apart)
+        tile = tiles.ForwardTile(4, 4, 32, 40 if subgroups else 8, 10 if subgroups else 4, apart)
         with tiles.forced("attention_forward", tile):
             results.append(hw.attention(**x, **flags, return_lse=True, backend="webgpu"))
     for one, other in zip(*results, strict=True):
@@ -221,3 +222,46 @@ def test_lanes_that_lie_apart_compute_the_same(flags):
     double = {n: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in flags.items()}
     expected, _ = reference.attention(**{n: t.double() for n, t in x.items()}, **double)
     torch.testing.assert_close(results[0][0].double(), expected, rtol=3e-6, atol=3e-6)
+
+
+# ---------------------------------------------------------------------------------------------- rows that see nothing
+
+
+@pytest.mark.parametrize("tier", ["A", "C"])
+@pytest.mark.parametrize("by", ["mask", "bias"])
+def test_a_row_that_sees_nothing_but_a_sink_keeps_nan_to_itself(monkeypatch, by, tier):
+    """Its lse is the sink's, so lse does not tell it apart. Its q and gradient reach nobody, and the NaN of keys that its
+    neighbours see does not reach it; only a gradient of lse does, and goes to the sink."""
+    device = runtime.device()
+    if tier > device.capabilities.tier:
+        pytest.skip(f"the adapter is of tier {device.capabilities.tier}")
+    if tier == "A":
+        floor = {"tier": "A", "subgroup_size": 0, "workgroup_memory": 16384, "workgroup_threads": 256}
+        monkeypatch.setattr(device, "capabilities", device.capabilities._replace(**floor))
+    settings.changed()
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 2, length, 24) for length in (40, 50, 50, 40))
+    visible = torch.rand(1, 1, 40, 50) < 0.7
+    empty = torch.zeros(40, dtype=torch.bool)
+    empty[[0, 5, 6, 39]] = True
+    visible[:, :, empty] = False
+    q[:, :, empty], grad[:, :, empty] = torch.nan, torch.nan
+    given = {"mask": visible} if by == "mask" else {"bias": torch.where(visible, 0.0, -torch.inf)}
+    grad_lse, sink = torch.randn(1, 2, 40), torch.tensor([0.5, -1.0])
+
+    def run(k, backend, dtype):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v, sink)]
+        arguments = {n: x.to(dtype) if x.is_floating_point() else x for n, x in given.items()}
+        out, lse = hw.attention(*leaves[:3], sink=leaves[3], **arguments, return_lse=True, backend=backend)
+        return out, lse, *torch.autograd.grad([out, lse], leaves, [grad.to(dtype), grad_lse.to(dtype)])
+
+    for ours, expected in zip(run(k, "webgpu", torch.float32), run(k, "cpu", torch.float64), strict=True):
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+    k[0, :, 20] = torch.nan  # some rows see it
+    out, lse, dq, *_ = run(k, "webgpu", torch.float32)
+    assert not out[:, :, empty].any()
+    assert not dq[:, :, empty].any()
+    assert torch.equal(lse[:, :, empty], sink[None, :, None].expand(1, 2, 4))
+    assert dq.isnan().any()
+    monkeypatch.undo()
+    settings.changed()

@@ -140,8 +140,23 @@ def test_memory_of_windows_grows_with_their_number_and_not_with_its_square(rende
         {"sink": torch.tensor([1.0, -0.5]), "window": (50, 0)},
         {"kv_lengths": torch.tensor([331, 0]), "causal": True, "sink": torch.tensor([0.3, 2.0])},
         {"kv_lengths": torch.tensor([-1, 200])},
+        {"kv_lengths": torch.tensor([331, 400]), "window": (250, 90), "dropout": 0.3, "dropout_seed": 11},
+        {
+            "kv_lengths": torch.tensor([331, 400]),
+            "q_lengths": torch.tensor([90, 37]),
+            "causal": True,
+            "kv_starts": torch.tensor([120, 350]),
+            "sink": torch.tensor([0.3, 2.0]),
+        },
     ],
-    ids=["window and cap", "sink and window", "lengths and sink", "a length that is nonsense"],
+    ids=[
+        "window and cap",
+        "sink and window",
+        "lengths and sink",
+        "a length that is nonsense",
+        "dropout",
+        "all lengths",
+    ],
 )
 def test_flags_with_windows(rendered, flags):
     check(torch.float32, inputs(torch.float32, 2, 1, 90, 400, 36, 32, batch=2 if "kv_lengths" in flags else 1), **flags)
@@ -157,11 +172,13 @@ def test_masks_and_biases_with_windows(rendered, dtype):
     bias = torch.randn(1, 2, 70, 400, generator=torch.Generator().manual_seed(2)).to(dtype)
     bias[:, :, 7, 100:] = -torch.inf
     check(dtype, inputs(dtype, 2, 1, 70, 400, 32, 32), mask=mask, bias=bias)
+    check(dtype, inputs(dtype, 2, 1, 70, 400, 32, 32), mask=mask, sink=torch.tensor([0.25, 3.0]))
     assert rendered.windowed("attention_backward")
 
 
 @DTYPES
-def test_packed_heads_larger_than_a_binding(rendered, dtype):
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_packed_heads_larger_than_a_binding(rendered, dropout, dtype):
     """Windows begin and end inside of sequences."""
     torch.manual_seed(3)
     cu = torch.tensor([0, 190, 190, 260, 403], dtype=torch.int32)
@@ -169,7 +186,8 @@ def test_packed_heads_larger_than_a_binding(rendered, dtype):
 
     def on(backend, dtype):
         def call(q, k, v):
-            return hw.attention_varlen(q, k, v, cu, cu, 190, 190, causal=True, return_lse=True, backend=backend)
+            flags = {"causal": True, "dropout": dropout, "dropout_seed": 5, "return_lse": True, "backend": backend}
+            return hw.attention_varlen(q, k, v, cu, cu, 190, 190, **flags)
 
         return with_gradients(call, [x.to(dtype) for x in (q, k, v)], grad.to(dtype))
 
@@ -205,7 +223,8 @@ def test_ids_larger_than_a_binding(rendered, width, dtype):
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("rows", [None, [3, -1, 77, 77]], ids=["all rows", "named rows"])
-def test_probabilities_of_a_head_larger_than_a_binding(rendered, rows, dtype):
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_probabilities_of_a_head_larger_than_a_binding(rendered, dropout, rows, dtype):
     """A head of q and one of k can be bound, what is made of them ten times over cannot."""
     torch.manual_seed(0)
     q, k = torch.randn(2, 2, 201, 16).to(dtype), torch.randn(2, 1, 190, 16).to(dtype)
@@ -213,7 +232,8 @@ def test_probabilities_of_a_head_larger_than_a_binding(rendered, rows, dtype):
 
     def run(backend, dtype):
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k)]
-        probs = hw.attention_probs(*leaves, causal=True, rows=rows, backend=backend)
+        flags = {"causal": True, "rows": rows, "dropout": dropout, "dropout_seed": 5}
+        probs = hw.attention_probs(*leaves, **flags, backend=backend)
         return probs.detach(), *torch.autograd.grad(probs, leaves, grad.to(dtype))
 
     for ours, expected in zip(run("webgpu", dtype), run("cpu", torch.float64), strict=True):
@@ -221,13 +241,15 @@ def test_probabilities_of_a_head_larger_than_a_binding(rendered, rows, dtype):
 
 
 @pytest.mark.parametrize("broadcast", [(), (0,), (1,), (0, 1)], ids=str)
-def test_gradient_of_a_bias_whose_head_is_larger_than_a_binding(rendered, broadcast):
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradient_of_a_bias_whose_head_is_larger_than_a_binding(rendered, dropout, broadcast):
     q, k, v, grad = inputs(torch.float32, 2, 1, 130, 140, 16, 16, batch=2)
     bias = torch.randn(*(1 if dim in broadcast else size for dim, size in enumerate((2, 2))), 130, 140)
 
     def run(backend, dtype):
         leaf = bias.to(dtype, copy=True).requires_grad_()
-        out = hw.attention(*(x.to(dtype) for x in (q, k, v)), bias=leaf, backend=backend)
+        flags = {"bias": leaf, "dropout": dropout, "dropout_seed": 5}
+        out = hw.attention(*(x.to(dtype) for x in (q, k, v)), **flags, backend=backend)
         return torch.autograd.grad(out, leaf, grad.to(dtype))[0]
 
     close(run("webgpu", torch.float32), run("cpu", torch.float64))
@@ -258,3 +280,36 @@ def test_windows_compile_under_tint(monkeypatch, tier, rendered):
             compile_with_tint(shaders.render(name, dialect=shaders.TINT, **variant).text, floor=tier == "A")
     assert {name for name, _ in seen} == {"attention_forward", "attention_backward", "round_rows"}
     assert {subgroups for name, subgroups in seen if name != "round_rows"} == {tier == "C"}
+
+
+@pytest.mark.parametrize("shape", [(40, 256), (40, 250), (25000,)], ids=str)
+@pytest.mark.parametrize("halves", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gated_units_larger_than_a_binding(rendered, shape, halves, dtype):
+    if len(shape) == 1 and halves:
+        shape = (100, 125)  # one row, which has to be bound at once, is at most a binding
+    gate, up, grad = (torch.randn(shape).to(dtype) for _ in range(3))
+    given = (torch.cat([gate, up], -1),) if halves else (gate, up)
+    leaves = [x.double().requires_grad_() for x in given]
+    expected = hw.reference.glu(*leaves)
+    close(hw.glu(*given, backend="webgpu"), expected)
+    found = hw.glu_backward(grad, *given, backend="webgpu")
+    wanted = torch.autograd.grad(expected, leaves, grad.double())
+    for ours, exact in zip([found] if halves else found, wanted, strict=True):
+        close(ours, exact)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("given", [True, False], ids=["positions", "no positions"])
+@pytest.mark.parametrize(("d", "pairs"), [(64, 32), (64, 12), (37, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotated_heads_larger_than_a_binding(rendered, inside, given, d, pairs, dtype):
+    q, k, _, _ = inputs(dtype, 3, 1, 150, 150, d, d, inside, batch=2)
+    angles = torch.outer(torch.arange(150.0), 100.0 ** -torch.linspace(0, 1, pairs))
+    positions = torch.randint(0, 150, (2, 150)) if given else None
+    tables = angles.cos(), angles.sin()
+    for run, sign in ((hw.rope, 1), (hw.rope_backward, -1)):
+        found = run((q, k), *tables, positions, backend="webgpu")
+        for ours, x in zip(found, (q, k), strict=True):
+            exact = hw.reference.rope(x.double(), tables[0].double(), sign * tables[1].double(), positions)
+            close(ours, exact)

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 _numbers = itertools.count(1)
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
 @dataclass
@@ -32,7 +35,7 @@ class Settings:
     webgpu_binding_bytes: int | None = None
     # After every change another number, and never one that it was before, whichever threads change settings at once: what
     # was worked out from the settings is kept together with it, and not used after it.
-    changes: int = field(default=0, init=False, repr=False, compare=False)
+    changes: int | str = field(default=0, init=False, repr=False, compare=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -42,13 +45,23 @@ class Settings:
         """What was worked out so far holds no longer: a setting is another, or something that counts like one."""
         object.__setattr__(self, "changes", next(_numbers))
 
+    @contextmanager
+    def apart(self, name: str) -> Iterator[None]:
+        """Within the block, calls share no cache entry with those outside: something they depend on is another there."""
+        before = self.changes
+        object.__setattr__(self, "changes", name)
+        try:
+            yield
+        finally:
+            object.__setattr__(self, "changes", before if self.changes == name else next(_numbers))
+
     @staticmethod
     def from_environment() -> Settings:
         return Settings(
             backend=os.environ.get("HEADWISE_BACKEND") or None,
             validate=_is_on("HEADWISE_VALIDATE"),
             tiles=os.environ.get("HEADWISE_TILES") or None,
-            triton_interpret=_is_on("TRITON_INTERPRET"),
+            triton_interpret=os.environ.get("TRITON_INTERPRET", "").lower() in (*_ON, "y"),  # as Triton reads it
             webgpu_adapter=os.environ.get("HEADWISE_WEBGPU_ADAPTER") or None,
             webgpu_tier=os.environ.get("HEADWISE_WEBGPU_TIER") or None,
             webgpu_binding_bytes=_bytes("HEADWISE_WEBGPU_BINDING", least=4096),
@@ -56,7 +69,12 @@ class Settings:
 
 
 def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "") not in ("", "0")
+    value = os.environ.get(variable, "").strip().lower()
+    if value not in _ON + _OFF:
+        raise ValueError(
+            f"{variable}={os.environ[variable]!r}; it needs to be 1, true, yes or on, or 0, false, no or off"
+        )
+    return value in _ON
 
 
 def _bytes(variable: str, least: int) -> int | None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from headwise.backends.webgpu.adapter import Capabilities, NoAdapter
 from headwise.backends.webgpu.array import Array, array
+from headwise.backends.webgpu.forks import ForkedProcess
 from headwise.backends.webgpu.runtime import Counts, DeviceLost, counts, device
 from headwise.backends.webgpu.storage import OutOfMemory
 
 __all__ = [
-    "Array", "Capabilities", "Counts", "DeviceLost", "NoAdapter", "OutOfMemory", "array", "capabilities", "counts",
-    "synchronize",
+    "Array", "Capabilities", "Counts", "DeviceLost", "ForkedProcess", "NoAdapter", "OutOfMemory", "array", "capabilities",
+    "counts", "synchronize",
 ]  # fmt: skip
 
 

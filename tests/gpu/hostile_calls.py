@@ -23,8 +23,10 @@ def calls(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
     """Names, and functions that run a call and assert what its results are."""
     for dtype, values in ((I32, SMALL), (I64, LARGE)):
         for value in (*values, KEYS + 1):
-            yield f"kv_lengths {value}", partial(bad_kv_length, device, value, dtype)
-            yield f"lengths {value}", partial(bad_length, device, value, dtype)
+            for name in ("kv_lengths", "q_lengths", "kv_starts"):
+                yield f"{name} {value}", partial(bad_length_of_attention, device, name, value, dtype)
+            for name in ("lengths", "kv_starts"):
+                yield f"decode {name} {value}", partial(bad_length_of_decode, device, name, value, dtype)
         for value in (*values, 97):
             yield f"id {value}", partial(bad_id, device, value, dtype)
             yield f"target {value}", partial(bad_target, device, value, dtype)
@@ -55,40 +57,49 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return bool(torch.equal(a, b) or ((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def attention(device: str, lengths: Tensor) -> list[Tensor]:
+# What a batch of three is given where nothing is wrong.
+GOOD = {"kv_lengths": (KEYS, 100, 37), "q_lengths": (QUERIES, 100, 37), "kv_starts": (0, 100, 37)}
+
+
+def lengths_of(device: str, name: str, second: int | None, dtype: torch.dtype) -> Tensor:
+    first, usual, third = GOOD.get(name, GOOD["kv_lengths"])
+    return torch.tensor([first, usual if second is None else second, third], dtype=dtype, device=device)
+
+
+def attention(device: str, **lengths: Tensor) -> list[Tensor]:
     """out, lse, dq, dk, dv."""
     q = normal(device, BATCH, HEADS, QUERIES, DIM, seed=1).requires_grad_()
     k, v = (normal(device, BATCH, KEY_HEADS, KEYS, DIM, seed=s).requires_grad_() for s in (2, 3))
-    out, lse = hw.attention(q, k, v, causal=True, kv_lengths=lengths, deterministic=True, return_lse=True)
+    out, lse = hw.attention(q, k, v, causal=True, **lengths, return_lse=True)
     grads = torch.autograd.grad(out, (q, k, v), normal(device, *out.shape, seed=4))
     return [out.detach(), lse.detach(), *grads]
 
 
-def bad_kv_length(device: str, value: int, dtype: torch.dtype) -> None:
-    good = attention(device, torch.tensor([KEYS, 100, 37], dtype=dtype, device=device))
-    bad = attention(device, torch.tensor([KEYS, value, 37], dtype=dtype, device=device))
+def bad_length_of_attention(device: str, name: str, value: int, dtype: torch.dtype) -> None:
+    good, bad = (attention(device, **{name: lengths_of(device, name, second, dtype)}) for second in (None, value))
     assert bad[0][1].isnan().all(), "the output of the bad entry is not NaN"
     assert bad[1][1].isnan().all(), "the lse of the bad entry is not NaN"
     for ours, expected in zip(bad, good, strict=True):
         for entry in (0, 2):
             assert equal(ours[entry], expected[entry]), "a good entry changed"
     probs = hw.attention_probs(
-        normal(device, BATCH, HEADS, 5, DIM), normal(device, BATCH, KEY_HEADS, KEYS, DIM),
-        kv_lengths=torch.tensor([KEYS, value, 37], dtype=dtype, device=device),
+        normal(device, BATCH, HEADS, QUERIES, DIM), normal(device, BATCH, KEY_HEADS, KEYS, DIM),
+        **{name: lengths_of(device, name, value, dtype)},
     )  # fmt: skip
     assert probs[1].isnan().all()
     assert probs[[0, 2]].isfinite().all()
 
 
-def decode(device: str, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def bad_length_of_decode(device: str, name: str, value: int, dtype: torch.dtype) -> None:
     k, v = (normal(device, BATCH, KEY_HEADS, KEYS, DIM, seed=s) for s in (2, 3))
-    return hw.attention_decode(normal(device, BATCH, HEADS, DIM, seed=1), k, v, lengths, return_lse=True)
+    q = normal(device, BATCH, HEADS, DIM, seed=1)
 
+    def decode(second: int | None) -> tuple[Tensor, Tensor]:
+        given = {"lengths": lengths_of(device, "lengths", None, dtype)}
+        given[name] = lengths_of(device, name, second, dtype)
+        return hw.attention_decode(q, k, v, **given, return_lse=True)
 
-def bad_length(device: str, value: int, dtype: torch.dtype) -> None:
-    good = decode(device, torch.tensor([KEYS, 100, 37], dtype=dtype, device=device))
-    bad = decode(device, torch.tensor([KEYS, value, 37], dtype=dtype, device=device))
-    for ours, expected in zip(bad, good, strict=True):
+    for ours, expected in zip(decode(value), decode(None), strict=True):
         assert ours[1].isnan().all(), "the bad entry is not NaN"
         assert equal(ours[[0, 2]], expected[[0, 2]]), "a good entry changed"
 
@@ -162,7 +173,7 @@ def bad_offsets(device: str, bounds: tuple[int, ...], dtype: torch.dtype) -> Non
     q = normal(device, 100, HEADS, DIM, seed=1).requires_grad_()
     k, v = (normal(device, 100, KEY_HEADS, DIM, seed=s).requires_grad_() for s in (2, 3))
     for of_q, of_k in ((bad, good), (good, bad), (bad, bad)):
-        out, lse = hw.attention_varlen(q, k, v, of_q, of_k, 60, 60, causal=True, deterministic=True, return_lse=True)
+        out, lse = hw.attention_varlen(q, k, v, of_q, of_k, 60, 60, causal=True, return_lse=True)
         assert out.isnan().all(), "the output is not NaN everywhere"
         assert lse.isnan().all(), "the lse is not NaN everywhere"
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))

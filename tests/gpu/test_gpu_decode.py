@@ -29,7 +29,7 @@ def test_a_sequence_gives_the_same_bits_alone_in_a_few_and_in_many(dim, in_graph
 
     x = inputs(dim)
     processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    shares = {decode.shares_of_a_program(12, 8 * batch, processors) for batch in (1, 24, 64)}
+    shares = {decode.splits_of_a_program(12, 8 * batch, processors) for batch in (1, 24, 64)}
     assert len(shares) == 3 or processors != 132  # one, a bundle, all
     expected = hw.attention_decode(*x, return_lse=True)
     for first, batch in ((0, 1), (1, 1), (2, 1), (40, 1), (0, 8), (16, 8), (8, 24)):

@@ -227,3 +227,43 @@ def test_transpose():
     assert torch.equal(out[column, row], x[row, column])
     assert torch.equal(out[-70:, -70:], x[-70:, -70:].mT)
     assert torch.equal(out[:70, -70:], x[-70:, :70].mT)
+
+
+@pytest.mark.parametrize("halves", [True, False])
+def test_glu(halves):
+    width = 4096
+    both = normal(LARGE // width, 2 * width if halves else width, seed=1)
+    given = (both,) if halves else (both, normal(*both.shape, seed=2))
+    leaves = [x.requires_grad_() for x in given]
+    out = hw.glu(*leaves)
+    assert out.numel() > 2**31
+    grad = normal(*out.shape, seed=3)
+    found = torch.autograd.grad(out, leaves, grad)
+    for rows in ends(out.shape[0]):
+        parts = [x[rows].detach().float().requires_grad_() for x in leaves]
+        gate, up = parts[0].chunk(2, -1) if halves else parts
+        expected = torch.nn.functional.silu(gate) * up
+        assert_close(out[rows], expected)
+        for ours, exact in zip(found, torch.autograd.grad(expected, parts, grad[rows].float()), strict=True):
+            assert_close(ours[rows], exact)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_rope(inside):
+    heads, tokens = (64, LARGE // 64 // 128) if inside else (128, LARGE // 128 // 128)
+    shape = (1, tokens, heads, 128) if inside else (1, heads, tokens, 128)
+    q = normal(*shape, seed=1)
+    q = (q.transpose(1, 2) if inside else q).requires_grad_()
+    assert q.numel() > 2**31
+    angles = torch.outer(torch.arange(512, device=DEVICE), 100.0 ** -torch.linspace(0, 1, 64, device=DEVICE))
+    cos, sin = angles.cos(), angles.sin()
+    positions = torch.arange(tokens, device=DEVICE) % 512
+    out = hw.rope(q, cos, sin, positions)
+    (dq,) = torch.autograd.grad(out, q, out.detach())  # the inverse of the rotation
+    for rows in ends(tokens):
+        for head in (0, heads - 1):
+            x = q[0, head, rows].detach().float()
+            a, b = x.chunk(2, -1)
+            c, s = cos[positions[rows]], sin[positions[rows]]
+            assert_close(out[0, head, rows], torch.cat([a * c - b * s, b * c + a * s], -1))
+            assert_close(dq[0, head, rows], x)

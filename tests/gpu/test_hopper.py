@@ -15,8 +15,10 @@ from gpu_machine import assert_close, bits, gpu, ints, normal, same_bits  # noqa
 from torch import Tensor
 
 import headwise as hw
-from headwise.backends.triton import hopper
-from headwise.backends.triton.hopper import attention_forward
+from headwise.backends.triton import hopper, tile_sizes
+from headwise.backends.triton.gpu import Gpu, facts
+from headwise.backends.triton.hopper import attention_forward, coverage
+from headwise.config import settings
 
 REPEATS = int(os.environ.get("HEADWISE_TEST_REPEATS", "10000"))
 DIMS = (64, 80, 96, 128, 192, 256)
@@ -34,9 +36,26 @@ PLAIN = "the plain kernel (there are rows that see nothing, and its tiles multip
 
 @pytest.fixture(autouse=True)
 def on_hopper(gpu: None) -> None:  # noqa: F811
-    reason = hopper.missing(torch.cuda.current_device())
+    reason = hopper.missing(Gpu(facts(torch.cuda.current_device()), tf32=False))
     if reason is not None:
         pytest.skip(reason)
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Makes calls work in another tile, or with fewer programs, than they would."""
+    run = attention_forward.forward
+
+    def force(tile=None, programs=None):
+        def forward(machine, args):
+            machine.multiprocessors = programs or machine.multiprocessors
+            return run(machine, args, tile)
+
+        monkeypatch.setattr(attention_forward, "forward", forward)
+        settings.changed()  # calls are recorded anew
+
+    yield force
+    settings.changed()
 
 
 def qkv(batch: int, heads: int, key_heads: int, queries: int, keys: int, dim: int, inside: bool = True) -> list[Tensor]:
@@ -50,10 +69,7 @@ def qkv(batch: int, heads: int, key_heads: int, queries: int, keys: int, dim: in
 
 def plainly(call, *args, **kwargs):
     """The same call by the plain kernel: the one a tile was asked for."""
-    from headwise.backends.triton import tile_sizes
-
-    q = args[0]
-    tile = tile_sizes.tile("attention_forward", 16, q.shape[-1], True, q.device)
+    tile = tile_sizes.tile("attention_forward", 16, args[0].shape[-1], True, "sm_90")
     with tile_sizes.forced("attention_forward", tile):
         return call(*args, **kwargs)
 
@@ -88,7 +104,7 @@ def test_many_short_sequences_agree_with_the_plain_kernel(name):
     flags, banded = FLAGS[name], name != "full"
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     q, k, v = qkv(processors, 8, 2, 500, 500, 64)
-    tile = hopper.forward_tile(64, 500, False, banded, hopper.tiles_in_all(tuple(q.shape)), processors)
+    tile = coverage.forward_tile(64, 500, False, banded, coverage.tiles_in_all(q), processors)
     assert tile.consumers == 4
     out, lse = hw.attention(q, k, v, return_lse=True, **flags)
     expected, expected_lse = plainly(hw.attention, q, k, v, return_lse=True, **flags)
@@ -171,9 +187,8 @@ def offsets(lengths: Iterable[int]) -> Tensor:
 @pytest.mark.parametrize(("sink", "programs"), [(False, None), (True, 3)], ids=["plain", "sink, few programs"])
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
-def test_packed_sequences_with_other_keys_and_nan_in_what_nobody_sees(dim, name, sink, programs, monkeypatch):
-    if programs is not None:
-        monkeypatch.setattr(attention_forward, "multiprocessors", lambda x: programs)
+def test_packed_sequences_with_other_keys_and_nan_in_what_nobody_sees(dim, name, sink, programs, forced):
+    forced(programs=programs)
     flags = FLAGS[name]
     cu_q, cu_k = (offsets(lengths) for lengths in zip(*OTHER_LENGTHS, strict=True))
     tokens, keys = int(cu_q[-1]) + 50, int(cu_k[-1]) + 50
@@ -199,7 +214,7 @@ def test_packed_sequences_with_other_keys_and_nan_in_what_nobody_sees(dim, name,
 
 # Every tile that packed batches may have, whatever is chosen for these lengths.
 TILES = sorted(
-    {(row.widest, tile) for row in hopper.FORWARD for tile in row[1:6] if isinstance(tile, hopper.ForwardTile)}
+    {(row.widest, tile) for row in coverage.FORWARD for tile in row[1:6] if isinstance(tile, coverage.ForwardTile)}
 )
 
 
@@ -207,10 +222,9 @@ TILES = sorted(
 @pytest.mark.parametrize(
     ("dim", "tile"), TILES, ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else str(x)
 )
-def test_packed_sequences_in_every_tile(dim, tile, causal, monkeypatch):
+def test_packed_sequences_in_every_tile(dim, tile, causal, forced):
     """Last tiles of which one, two or three warpgroups have nothing."""
-    monkeypatch.setattr(attention_forward, "forward_tile", lambda *call: tile)
-    attention_forward._plan.cache_clear()
+    forced(tile)
     cu = offsets([1500, 1, 2049, 700, 65, 0, 1090, 200])
     q, k, v = (normal(int(cu[-1]), heads, dim, seed=seed) for seed, heads in enumerate((8, 2, 2)))
     call, given = (q, k, v, cu, cu, 2049, 2049), {"causal": causal, "return_lse": True}
@@ -218,7 +232,6 @@ def test_packed_sequences_in_every_tile(dim, tile, causal, monkeypatch):
     out, lse = hw.attention_varlen(*call, **given)
     again = hw.attention_varlen(*call, **given)
     expected, expected_lse = plainly(hw.attention_varlen, *call, **given)
-    attention_forward._plan.cache_clear()
     assert_close(out, expected, 5e-3)
     assert (lse - expected_lse).abs().max() < 1e-3
     assert same_bits(again, (out, lse))
@@ -305,10 +318,27 @@ def test_rows_that_see_nothing_are_zeros(lowest):
     sink = torch.full((32,), lowest, device=q.device)
     for given in ({"kv_lengths": lengths}, {}):
         out, lse = hw.attention(q, k, v, causal=True, sink=sink, return_lse=True, **given)
-        empty = lse == -math.inf
-        assert empty[:, :, :88].all()
-        assert (out[empty] == 0).all()
-        assert not empty[0, :, 88:].any()
+        assert (lse[:, :, :88] == lowest).all()
+        assert (out[:, :, :88] == 0).all()
+        assert (lse[0, :, 88:] != lowest).all()
+        if given:
+            assert (lse[1] == lowest).all()
+            assert (out[1] == 0).all()
+
+
+def test_the_lse_of_packed_rows_that_see_nothing_is_the_sink():
+    """Rows before the first key and sequences without keys; but tokens of no sequence do not exist."""
+    cu_q, cu_k = offsets([300, 200, 500]), offsets([100, 0, 500])
+    q, k, v = normal(1050, 32, 128, seed=1), normal(600, 8, 128, seed=2), normal(600, 8, 128, seed=3)
+    sink = normal(32, dtype=torch.float32)
+    call = (q, k, v, cu_q, cu_k, 500, 500)
+    assert note("attention_varlen", *call, causal=True, sink=sink) == "forward: the Hopper kernel"
+    out, lse = hw.attention_varlen(*call, causal=True, sink=sink, return_lse=True)
+    empty = torch.tensor([*range(200), *range(300, 500)], device=q.device)
+    assert torch.equal(lse[:, empty], sink[:, None].expand(32, 400))
+    assert not out[empty].any()
+    assert (lse[:, 1000:] == -math.inf).all()
+    assert not out[1000:].any()
 
 
 def test_inductor_may_make_graphs_of_it():

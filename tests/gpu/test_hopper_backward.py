@@ -5,6 +5,7 @@ HEADWISE_TEST_REPEATS: how often the same backward is run; 10000 times unless it
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 
@@ -14,8 +15,10 @@ from gpu_machine import DEVICE, assert_close, differing, gpu, normal
 from torch import Tensor
 
 import headwise as hw
-from headwise.backends.triton import hopper
-from headwise.backends.triton.hopper import attention_backward, backward_coverage
+from headwise.backends.triton import hopper, tile_sizes
+from headwise.backends.triton.gpu import Gpu, facts
+from headwise.backends.triton.hopper import attention_backward, coverage
+from headwise.config import settings
 
 __all__ = ["gpu"]
 
@@ -23,22 +26,33 @@ REPEATS = int(os.environ.get("HEADWISE_TEST_REPEATS", "10000"))
 
 
 @pytest.fixture(autouse=True)
-def only_on_hopper(gpu, monkeypatch):
-    reason = hopper.missing(torch.cuda.current_device())
+def only_on_hopper(gpu):
+    reason = hopper.missing(Gpu(facts(torch.cuda.current_device()), tf32=False))
     if reason is not None:
         pytest.skip(reason)
-    # Small calls too, which are left to the plain kernels otherwise.
-    for width, tile in backward_coverage.BACKWARD_TILES.items():
-        monkeypatch.setitem(backward_coverage.BACKWARD_TILES, width, tile._replace(least_tiles=1))
 
 
 @pytest.fixture
-def taken(monkeypatch):
-    """How many backwards the Hopper kernel took."""
-    calls = []
-    run = attention_backward.attention_backward
-    monkeypatch.setattr(attention_backward, "attention_backward", lambda *a: calls.append(1) or run(*a))
-    return calls
+def forced(monkeypatch):
+    """Makes all calls take the Hopper kernel, small ones too, with so many programs; gives what it recorded."""
+    recorded = []
+    run = attention_backward.backward
+
+    def force(programs=None, unordered=True):
+        def backward(gpu, args):
+            gpu.multiprocessors = programs or gpu.multiprocessors
+            tile = coverage.backward_tile(args.forward.q.shape[-1], args.forward.flags.softcap > 0)
+            if unordered:
+                tile = tile._replace(unordered_from=0, banded_unordered_from=0)
+            recorded.append(1)
+            return run(gpu, args, tile)
+
+        monkeypatch.setattr(attention_backward, "backward", backward)
+        settings.changed()  # calls are recorded anew
+        return recorded
+
+    yield force
+    settings.changed()
 
 
 def truth(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, left: int, right: int, softcap: float) -> list[Tensor]:
@@ -106,13 +120,8 @@ CALLS = [
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["turns", "any order"])
 @pytest.mark.parametrize(("head_dim", "shape", "band", "programs"), CALLS)
-def test_gradients_are_right(head_dim, shape, band, programs, deterministic, taken, monkeypatch):
-    monkeypatch.setattr(attention_backward, "multiprocessors", lambda x: programs)
-    if not deterministic:
-        for width, tile in backward_coverage.BACKWARD_TILES.items():
-            monkeypatch.setitem(
-                backward_coverage.BACKWARD_TILES, width, tile._replace(unordered_from=0, banded_unordered_from=0)
-            )
+def test_gradients_are_right(head_dim, shape, band, programs, deterministic, forced):
+    recorded = forced(programs)
     batch, heads, key_heads, rows, keys = SHAPES[shape]
     left, right, softcap = BANDS[band]
     q, grad = (normal(batch, rows, heads, head_dim, seed=s).transpose(1, 2) for s in (1, 4))
@@ -122,7 +131,7 @@ def test_gradients_are_right(head_dim, shape, band, programs, deterministic, tak
         grad, q, k, v, out.to(q.dtype), lse.float(), window=(left, right), softcap=softcap or None,
         deterministic=deterministic, backend="triton",
     )  # fmt: skip
-    assert len(taken) == 1
+    assert len(recorded) == 1
     for name, x, y in zip(("dq", "dk", "dv"), ours, gradients, strict=True):
         assert torch.isfinite(x).all(), name
         assert_close(x, y, 5e-3)
@@ -146,10 +155,8 @@ PACKED = {
         (256, "others", torch.float16, 7),
     ],
 )
-def test_sequences_of_a_packed_batch_do_not_touch_each_other(
-    head_dim, batch, dtype, programs, deterministic, taken, monkeypatch
-):
-    monkeypatch.setattr(attention_backward, "multiprocessors", lambda x: programs)
+def test_sequences_of_a_packed_batch_do_not_touch_each_other(head_dim, batch, dtype, programs, deterministic, forced):
+    recorded = forced(programs, unordered=False)
     q_lengths, k_lengths, key_heads, (left, right) = PACKED[batch]
     k_lengths = k_lengths or q_lengths
     q_ends, k_ends = (
@@ -173,14 +180,15 @@ def test_sequences_of_a_packed_batch_do_not_touch_each_other(
         grad, q, k, v, out, lse, q_ends, k_ends, max(q_lengths), max(k_lengths), window=(left, right),
         deterministic=deterministic, backend="triton",
     )  # fmt: skip
-    assert len(taken) == 1
+    assert len(recorded) == 1
     for x, y, at in zip(ours, (dq, dk, dv), (q_at, k_at, k_at), strict=True):
         assert_close(x[:at], y, 5e-3)
         assert not x[at:].any()
 
 
 @pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, False), (128, True), (256, True)])
-def test_the_same_bits_in_every_run(head_dim, causal, taken):
+def test_the_same_bits_in_every_run(head_dim, causal, forced):
+    recorded = forced()
     q, k, v, grad = (normal(1, 8, 1000, head_dim, seed=s) for s in range(4))
     out, lse, *gradients = truth(q, k, v, grad, -1, 0 if causal else -1, 0.0)
 
@@ -202,4 +210,40 @@ def test_the_same_bits_in_every_run(head_dim, causal, taken):
         wrong += differing(first, run())
     torch.cuda.synchronize()
     assert int(wrong) == 0
-    assert len(taken) == REPEATS + 1
+    assert len(recorded) == 1
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["turns", "any order"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_gradient_into_the_lse_of_rows_that_see_nothing_reaches_the_sink(head_dim, packed, deterministic, forced):
+    """Against the plain kernels. 100 queries come before the first key; so do 200 of a sequence, and one has no keys."""
+    recorded = forced()
+    heads, key_heads = 8, 2
+    if packed:
+        cu_q, cu_k = (
+            torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 300, 500, 900], [0, 100, 100, 500])
+        )
+        shape, k_shape, lse_shape, lengths = (950, heads), (550, key_heads), (heads, 950), (cu_q, cu_k, 400, 400)
+        run, empty = hw.attention_varlen, [*range(200), *range(300, 500)]
+    else:
+        shape, k_shape, lse_shape, lengths = (2, heads, 500), (2, key_heads, 400), (2, heads, 500), ()
+        run, empty = hw.attention, list(range(100))
+
+    def gradients(backend_tile):
+        x = [normal(*s, head_dim, seed=i).requires_grad_() for i, s in enumerate((shape, k_shape, k_shape))]
+        sink = normal(heads, seed=3, dtype=torch.float32).requires_grad_()
+        with backend_tile:
+            out, lse = run(*x, *lengths, causal=True, sink=sink, deterministic=deterministic, return_lse=True)
+            grads = (normal(*shape, head_dim, seed=4), normal(*lse_shape, seed=5, dtype=torch.float32))
+            return torch.autograd.grad((out, lse), (*x, sink), grads)
+
+    ours = gradients(contextlib.nullcontext())
+    assert len(recorded) == 1
+    tile = tile_sizes.tile("attention_backward_queries", 16, head_dim, True, "sm_90")
+    plain = gradients(tile_sizes.forced("attention_backward_queries", tile))
+    assert len(recorded) == 1
+    for x, y in zip(ours, plain, strict=True):
+        assert_close(x, y, 1e-2)
+    rows = ours[0][empty] if packed else ours[0][:, :, empty]
+    assert not rows.any()

@@ -6,9 +6,10 @@ or raises with its reason; it never falls back in silence.
 
 from __future__ import annotations
 
-import importlib
+import functools
+import importlib.util
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -28,14 +29,15 @@ class Call(NamedTuple):
     dtype: torch.dtype
     sizes: dict[str, int]  # the letters of the contract: B, Hq, Hk, Sq, Sk, D, Dv, N, V
     features: tuple[str, ...] = ()  # "causal", "softcap", …, what the call uses beyond the plain op
+    arch: str | None = None  # a GPU to answer for that need not be here: "sm_90"
 
 
 class Backend(NamedTuple):
     name: str
     automatic_for: tuple[str, ...]  # device types whose calls go here unless told otherwise
     devices: tuple[str, ...]  # device types whose tensors it takes
-    # The package of the backend: `unavailable()`, `supports(call)`, DTYPES and LAUNCHERS. It imports nothing heavy;
-    # the modules named in LAUNCHERS do, when they are first used.
+    # The package of the backend: `unavailable()`, `supports(call)` and DTYPES. It imports nothing heavy; the
+    # modules with the launchers do, when they are first used.
     rules: ModuleType
 
 
@@ -47,20 +49,45 @@ BACKENDS: tuple[Backend, ...] = (
     Backend("cpu", ("cpu",), ("cpu",), cpu),
 )
 
+ARCHITECTURES = triton.ARCHITECTURES  # GPUs that `explain` answers for though they are not here
+META = "meta"  # in place of a backend: the tensors have no memory, and nothing is computed
 _NOT_SET = "not set"
+_WAYS_OUT = {"mps": ". On a Mac, x.cpu() runs on the CPU and headwise.webgpu.array(x.cpu()) on the GPU"}
 
 
 class _Forced(threading.local):
-    """What `use_backend` asks for, in this thread."""
+    """What `use_backend` asks for, in this thread; part of the cache key."""
 
-    name: str | None = _NOT_SET
+    def __init__(self) -> None:
+        # Not attributes of the class: torch.compile would guard on their absence, which it ends by setting them.
+        self.name: str | None = _NOT_SET
+        self.describing = False
 
 
-_forced = _Forced()
+forced = _Forced()
 
 
 class Unsupported(ValueError):
     """No backend, or not the one asked for, runs this call. The message says why."""
+
+
+class Described(BaseException):
+    """In place of running a call: what `explain` wants to know of it."""
+
+    def __init__(self, call: Call, arguments: Any, backend: str | None) -> None:
+        super().__init__()
+        self.call, self.arguments, self.backend = call, arguments, backend  # Python makes a plain tuple of `args`
+
+
+@contextmanager
+def describing() -> Iterator[None]:
+    """Within the block, calls of this thread are checked and raise `Described`."""
+    previous = forced.name
+    forced.name, forced.describing = f"described, {previous}", True  # another cache key than any call's
+    try:
+        yield
+    finally:
+        forced.name, forced.describing = previous, False
 
 
 @contextmanager
@@ -74,26 +101,24 @@ def use_backend(name: str | None) -> Iterator[None]:
     """
     if name is not None:
         _find(name)
-    previous = _forced.name
-    _forced.name = name
+    previous = forced.name
+    forced.name = name
     try:
         yield
     finally:
-        _forced.name = previous
-
-
-def asked() -> tuple[Any, ...]:
-    """What a choice depends on that a program may change while it runs, beside the call and the backend that it names."""
-    return _forced.name, settings.changes
+        forced.name = previous
 
 
 def choose(call: Call, backend: str | None) -> str:
     """The name of the backend that runs this call, or a ValueError that says why none does."""
-    name = backend or _forced.name
+    name = backend or forced.name
     if name == _NOT_SET:
         name = settings.backend
+    if call.device == META:
+        return META
     if name is not None:
-        reason = verdict(_find(name), call)
+        row = next((row for row in BACKENDS if row.name == name), None) or _find(name)
+        reason = verdict(row, call)
         if reason is None:
             return name
         able = [b.name for b in BACKENDS if verdict(b, call) is None]
@@ -103,18 +128,25 @@ def choose(call: Call, backend: str | None) -> str:
         if call.device in row.automatic_for and verdict(row, call) is None:
             return row.name
     reasons = "; ".join(f"{b.name}: {verdict(b, call)}" for b in BACKENDS)
-    raise Unsupported(f"{call.op}: no backend runs this call on device {call.device!r}. {reasons}")
+    raise Unsupported(
+        f"{call.op}: no backend runs this call on device {call.device!r}. {reasons}{_WAYS_OUT.get(call.device, '')}"
+    )
 
 
 def verdict(row: Backend, call: Call) -> str | None:
     """None when the backend runs this call, else the reason why not."""
-    missing = availability(row.name)
-    if missing is not None:
-        return missing
+    compiling = torch.compiler.is_compiling()  # then a constant is wanted, not a look into what is known
+    if call.arch is None or call.device not in row.automatic_for:
+        known = not compiling and row.name in _missing
+        missing = _missing[row.name] if known else availability(row.name)
+        if missing is not None:
+            return missing
     if call.device not in row.devices:
         return f"the tensors are on {call.device!r} and it takes tensors on {' or '.join(map(repr, row.devices))}"
     for launcher in call.launchers:
-        if launcher not in row.rules.LAUNCHERS:
+        key = (row.name, launcher)
+        known = not compiling and key in _modules
+        if (_modules[key] if known else module_of(*key)) is None:
             return f"it has no {launcher} kernel yet"
     if call.dtype not in row.rules.DTYPES:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in row.rules.DTYPES)
@@ -123,57 +155,67 @@ def verdict(row: Backend, call: Call) -> str | None:
     return reason
 
 
-def note(name: str, call: Call, arguments: Mapping[str, Any]) -> str | None:
+def note(name: str, call: Call, args: Any) -> str | None:
     """What the backend has to say of how it runs this call: which of its kernels, say; None if there is no choice.
 
-    ``arguments``: those of the op by name, as far as they are known.
+    ``args``: the arguments object, if it is at hand.
     """
-    say = getattr(_find(name).rules, "note", None)
-    return None if say is None else say(call, arguments)
+    say = getattr(_find(name).rules, "note", None) if name != META and args is not None else None
+    return None if say is None else say(call, args)
 
 
 def availability(name: str) -> str | None:
     """None when the backend can run on this machine at all, else what is missing and how to get it."""
-    if name not in _availability:
-        _availability[name] = _find(name).rules.unavailable()
-    return _availability[name]
+    if name not in _missing:
+        _missing[name] = _find(name).rules.unavailable()
+    return _missing[name]
 
+
+def module_of(backend: str, launcher: str) -> str | None:
+    """The module that has this launcher of a backend; None where there is none. Nothing is imported to find out.
+
+    It has the name of the launcher, or that of the op ("rms_norm" for "rms_norm_backward"), or a short one of `_SHORT`. A
+    backend may have LAUNCHERS: the module of a launcher that lies elsewhere, or None for one that is not there yet.
+    """
+    key = (backend, launcher)
+    if key not in _modules:
+        rules = _find(backend).rules
+        elsewhere: dict[str, str | None] = getattr(rules, "LAUNCHERS", {})
+        if launcher in elsewhere:
+            _modules[key] = elsewhere[launcher] and f"{rules.__name__}.{elsewhere[launcher]}"
+        else:
+            op = launcher.removesuffix("_backward").removesuffix("_forward").removesuffix("_scale")
+            names = (f"{rules.__name__}.{name}" for name in (launcher, _SHORT.get(op, op)))
+            _modules[key] = next((name for name in names if importlib.util.find_spec(name) is not None), None)
+    return _modules[key]
+
+
+_SHORT = {"attention_decode": "decode", "attention_probs": "probs", "merge_attention": "merge"}
 
 # What torch.compiler.assume_constant_result does; calling that would import all of torch._dynamo, and triton with it.
 availability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+module_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_missing: dict[str, str | None] = {}  # of backends
+_modules: dict[tuple[str, str], str | None] = {}  # of launchers
 
 
-def ask_again(name: str) -> None:
-    """What `availability` found for a backend holds no longer."""
-    _availability.pop(name, None)
+def ask_again() -> None:
+    """What was found of the backends holds no longer."""
+    _missing.clear()
+    _modules.clear()
+    recorder.cache_clear()
     settings.changed()
 
 
-def offers(backend: str, name: str) -> bool:
-    """Is there a kernel ``name`` on ``backend``?"""
-    return name in _find(backend).rules.LAUNCHERS
+@functools.cache
+def recorder(backend: str, launcher: str) -> Callable[[Any], Callable[..., Any]]:
+    """``recorder(args)``: what runs a launcher for calls that differ from this one in data and addresses alone.
 
-
-def launcher(backend: str, name: str) -> Callable[..., Any]:
-    """The Python function that launches kernel ``name`` on ``backend``; imported on first use, then looked up."""
-    key = (backend, name)
-    if key not in _launchers:
-        rules = _find(backend).rules
-        module = importlib.import_module(f"{rules.__name__}.{rules.LAUNCHERS[name]}")
-        _launchers[key] = getattr(module, name)
-    return _launchers[key]
-
-
-def prepare(backend: str, name: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Callable[..., Any]:
-    """What is left to do for launches of kernel ``name`` that differ from this one in the contents of ``tensors`` alone.
-
-    It is called with such tensors. A launcher that has something to gain from it has a `prepare` of its own, which is called
-    with the arguments of the launcher.
+    It is called with their tensors, in the order of `headwise.arguments.tensors_of`.
     """
-    launch = launcher(backend, name)
-    if hasattr(launch, "prepare"):
-        return launch.prepare(*tensors, *others)
-    return lambda *tensors: launch(*tensors, *others)
+    module = importlib.import_module(str(module_of(backend, launcher)))
+    record = importlib.import_module(f"{_find(backend).rules.__name__}.recorder").record
+    return functools.partial(record, getattr(module, launcher))
 
 
 def _find(name: str) -> Backend:
@@ -181,7 +223,3 @@ def _find(name: str) -> Backend:
         if row.name == name:
             return row
     raise ValueError(f"backend={name!r} is not known; there are: {', '.join(b.name for b in BACKENDS)}")
-
-
-_availability: dict[str, str | None] = {}
-_launchers: dict[tuple[str, str], Callable[..., Any]] = {}

@@ -15,20 +15,20 @@ from headwise.testing import Arguments, Maker, Outputs
 
 Direction = Literal["forward", "backward", "forward+backward"]
 
-# prepare(arguments) does what need not be timed (building a mask) and returns the call that is timed: it gives the
-# output or, where the contender is `explicit`, the output and its gradients.
+# prepare(arguments) does the untimed work, such as building a mask, and returns the call to time. The call returns the
+# output; if the contender is `explicit`, the output and its gradients.
 Prepare = Callable[[Arguments], Callable[[], Any]]
 
 OURS = "headwise"
 
 
 class Absent(Exception):
-    """A peer that this machine lacks, or that cannot run this case. The message says why; the case runs without it."""
+    """A peer is not installed or cannot run this case. The message says why; the case runs without it."""
 
 
 @dataclass(frozen=True)
 class OwnLeaves:
-    """A yardstick's call whose gradients go to tensors of its own, and not to the arguments of the case."""
+    """The call of a yardstick with its own leaf tensors in place of the arguments of the case."""
 
     call: Callable[[], Tensor]
     leaves: tuple[Tensor, ...]
@@ -39,18 +39,18 @@ class OwnLeaves:
 
 @dataclass(frozen=True)
 class Contender:
-    """Somebody who runs the case: ours, a peer with the same result, or a yardstick."""
+    """An implementation that runs the case: ours, a peer that computes the same result, or a yardstick."""
 
     name: str
     prepare: Prepare
-    # A yardstick is timed beside ours and computes something else: our own plain attention beside attention with a
-    # softcap. Its result is not compared.
+    # A yardstick computes something else, such as our plain attention beside attention with a softcap. It is timed, but
+    # its result is not compared.
     yardstick: bool = False
-    # The work of a yardstick where it is not that of the case; what its rate is counted from.
+    # The work of a yardstick, if it differs from that of the case.
     flops: float | None = None
-    # Entered around everything the contender does, outside the clock: what chooses a kernel of PyTorch, say.
+    # Entered around everything the contender does, outside the timed part: it may select a kernel of PyTorch.
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
-    # The call gives (output, *gradients) itself, with no need of autograd.
+    # The call returns (output, *gradients), without autograd.
     explicit: bool = False
 
 
@@ -115,6 +115,21 @@ class PeakMemory:
 
 
 @dataclass(frozen=True)
+class MemoryShare:
+    """Ours may hold at most ``share`` of what ``peer`` holds at its worst moment, the inputs included."""
+
+    share: float
+    peer: str
+
+    def __str__(self) -> str:
+        return f"memory ≤ {self.share:g} of that of {self.peer}"
+
+    @property
+    def brief(self) -> str:
+        return f"≤ {self.share:g} of its memory"
+
+
+@dataclass(frozen=True)
 class Bandwidth:
     """Ours must move its counted bytes at ``terabytes`` per second or faster."""
 
@@ -156,22 +171,22 @@ class TimeLimit:
         return str(self)
 
 
-Requirement = AtLeast | Within | SameRate | PeakMemory | Bandwidth | FlopRate | TimeLimit
+Requirement = AtLeast | Within | SameRate | PeakMemory | MemoryShare | Bandwidth | FlopRate | TimeLimit
 
 
 def concerned(requirement: Requirement) -> str:
-    """The contender in whose line a requirement stands."""
+    """The contender that a requirement compares ours with; ours, if it compares with none."""
     match requirement:
-        case AtLeast(_, peer) | Within(_, peer) | SameRate(_, peer):
+        case AtLeast(_, peer) | Within(_, peer) | SameRate(_, peer) | MemoryShare(_, peer):
             return peer
     return OURS
 
 
 class Check(Protocol):
-    """The truth of a case, or of the part of its result that can be had in float64."""
+    """Computes the true result of a case, or of a part of it where the whole is too large for float64."""
 
     def compute(self, arguments: Arguments, grad_out: Tensor | None) -> Outputs:
-        """The checked part by the oracle, in the dtype of ``arguments``; gradients too where ``grad_out`` is given."""
+        """The checked part by the oracle, in the dtype of ``arguments``; with gradients if ``grad_out`` is given."""
 
     def pick(self, results: Outputs) -> Outputs:
         """The same part of full results."""
@@ -187,13 +202,15 @@ class BenchCase:
     check: Check
     differentiable: tuple[str, ...] = ()
     peers: tuple[Contender, ...] = ()
-    flops: float = 0.0  # arithmetic that the visible work needs; 0 where there is none to speak of
-    bytes: float = 0.0  # what must be read and written at least once
+    flops: float = 0.0  # operations, without those on masked pairs; 0: too few to count
+    bytes: float = 0.0  # bytes that must be read or written at least once
     requirements: tuple[Requirement, ...] = ()
     dtype: torch.dtype | None = None  # None: the suite's
-    explicit: bool = False  # ours gives (output, *gradients) itself
+    explicit: bool = False  # ours returns (output, *gradients)
+    outputs: tuple[str, ...] = ("out",)  # names of the results of a forward; more than one come as a tuple
     timed: Timed = "device"
-    # Whether the arithmetic or the memory is what the work is counted in; None: the arithmetic where there is any.
+    recorded: bool = False  # a forward that autograd records, as in training
+    # What the work is counted in; None: operations, if there are any.
     counted: Literal["flops", "bytes"] | None = None
 
     @property

@@ -1,8 +1,8 @@
-"""The gate: what is not right is not timed.
+"""The gate: a wrong result is not timed.
 
-Ours is held to the error budget of `headwise.testing` against the oracle in float64. At sizes where float64 of
-everything does not fit, a case's `Check` computes a part of the result exactly (one head, some rows). At every size the
-whole is compared with the peers' results, which shows a head or a row that the part does not cover.
+Our result must be within the error budget of `headwise.testing`, against the oracle in float64. Where that does not fit
+in memory, a case's `Check` computes a part of the result (one head, some rows). The whole result is always compared
+with the peers' results, which finds errors outside that part.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def oracle(op: str) -> Callable[[Arguments], Outputs]:
 
 
 def disagreement(ours: Outputs, theirs: Outputs) -> str:
-    """Empty where two full results mean the same, else what differs.
+    """What differs between two full results; empty if they agree up to rounding.
 
-    This is about meaning, not rounding: different flags, a missing head or a wrong mask show up as an error near 1; two
-    float32 results of the same sum differ by about 1e-6. The line between is half the digits of the dtype.
+    Different flags, a missing head or a wrong mask show as a relative distance near 1; two float32 results of the same
+    sum differ by about 1e-6. The limit is half the digits of the dtype.
     """
     for name, mine in ours.items():
         other = theirs[name]

@@ -1,4 +1,4 @@
-"""Inputs of a case: drawn where they are needed, and as many sets of them as keep a GPU's cache from knowing them."""
+"""Inputs of a case, in so many sets that none is in the GPU's cache when its turn comes again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WEBGPU_CACHE = 64 << 20
 
 @dataclass
 class DeviceMaker(Maker):
-    """Draws on the device itself: a billion numbers take a moment there and half a minute on the CPU."""
+    """Draws on the device: a billion numbers would take half a minute on the CPU."""
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator(self.device).manual_seed(self.seed)
@@ -36,13 +36,13 @@ class DeviceMaker(Maker):
 
 
 def maker(dtype: torch.dtype, device: str, seed: int) -> Maker:
-    if device in ("cpu", "webgpu"):  # WebGPU is given what the CPU drew
+    if device in ("cpu", "webgpu"):  # inputs for WebGPU are drawn on the CPU
         return Maker(dtype, torch.device("cpu"), seed=seed)
     return DeviceMaker(dtype, torch.device(device), seed=seed)
 
 
 def placed(arguments: Arguments, device: str) -> Arguments:
-    """The arguments where the contenders want them."""
+    """The arguments on the device of the contenders."""
     if device != "webgpu":
         return arguments
     from headwise.webgpu import array
@@ -51,7 +51,7 @@ def placed(arguments: Arguments, device: str) -> Arguments:
 
 
 def checkable(x: Any, device: str) -> Any:
-    """x, a tensor or a dict of arguments, where the oracle is fastest: what runs on WebGPU may have CUDA beside it."""
+    """A tensor or a dict of arguments where the oracle is fastest: for WebGPU on CUDA, if it is there."""
     if device != "webgpu" or not torch.cuda.is_available():
         return x
     if isinstance(x, dict):
@@ -60,7 +60,7 @@ def checkable(x: Any, device: str) -> Any:
 
 
 def like(x: Tensor, out: Any) -> Tensor:
-    """x where ``out`` lies."""
+    """x on the device of ``out``."""
     if not hasattr(out, "headwise_device"):
         return x
     from headwise.webgpu import array
@@ -74,11 +74,11 @@ def fetched(x: Any) -> Any:
 
 
 def sets_needed(arguments: Arguments, device: str) -> int:
-    """How many sets of inputs must take turns so that each is out of the cache when its turn comes again."""
+    """How many sets of inputs must take turns so that none is still in the cache when its turn comes again."""
     if device == "webgpu":
         from headwise.webgpu import capabilities
 
-        # WebGPU does not say how large a cache is; software has none of its own.
+        # WebGPU does not tell the size of a cache; a software adapter has none.
         return 1 if capabilities().kind == "CPU" else _sets(arguments, _WEBGPU_CACHE)
     if device != "cuda":
         return 1

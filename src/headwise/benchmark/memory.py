@@ -1,14 +1,13 @@
 """The most memory a call holds beyond its inputs, its results included.
 
-On the CPU this is the running sum of what PyTorch's allocator reports to the profiler. Other ways miss what matters:
+On the CPU it is the running sum of the allocations that PyTorch's profiler records. Other ways miss some of them:
 
-* a `TorchDispatchMode` sees our operators from outside; what they allocate inside runs below it,
-* the process's resident peak (VmHWM) misses a buffer that is allocated but not touched, and memory that malloc kept
-  from an earlier call; it exists on Linux only, and a kernel may forbid its reset.
+* a `TorchDispatchMode` does not see what our operators allocate inside,
+* the process's peak resident memory (VmHWM) misses a buffer that is allocated but not touched, and memory that malloc
+  kept from an earlier call; it exists on Linux only, and a kernel may forbid its reset.
 
-The profiler hears every tensor allocation of the thread, those of C++ kernels included, exactly and repeatably (the
-CPU backend's worker threads it does not hear: each holds a few megabytes of tiles). It
-does not hear what a math library takes from malloc for itself (a megabyte or two of packing buffers).
+The profiler records every tensor allocation of the thread, those of C++ kernels included. It does not record the tiles
+of the CPU backend's worker threads (a few megabytes each) or a math library's own buffers (a megabyte or two).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def peak_extra(action: Action, device: str) -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        _run_and_drop(action)
+        action()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     if device == "webgpu":
@@ -41,7 +40,7 @@ def peak_extra(action: Action, device: str) -> int:
     with _quiet_stderr():
         recorded.start()
     try:
-        _run_and_drop(action)
+        action()
     finally:
         with _quiet_stderr():
             recorded.stop()
@@ -56,7 +55,7 @@ def peak_extra(action: Action, device: str) -> int:
 
 
 def _peak_of_pool(action: Action) -> int:
-    """What the pool of WebGPU's buffers grew by: it begins empty and gives nothing back meanwhile."""
+    """How much the pool of WebGPU buffers grows: it starts empty and frees nothing during the call."""
     from headwise.backends.webgpu import runtime
 
     device = runtime.device()
@@ -64,14 +63,14 @@ def _peak_of_pool(action: Action) -> int:
     gc.collect()
     device.pool.trim()
     before = device.pool.allocated
-    _run_and_drop(action)
+    action()
     device.synchronize()
     return device.pool.allocated - before
 
 
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """The profiler's C++ side announces each start and stop on stderr, in the middle of a progress bar."""
+    """The profiler's C++ code writes to stderr at each start and stop, in the middle of a progress bar."""
     sys.stderr.flush()
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -82,7 +81,3 @@ def _quiet_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-def _run_and_drop(action: Action) -> None:
-    action()

@@ -1,4 +1,4 @@
-"""Ratios as a picture: one panel per group, one line per case and peer. Drawn from rows as a CSV holds them."""
+"""Ratios as a picture: one panel per group, one line per case and peer. Drawn from the rows of a CSV."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Line:
 
 
 def title_of(rows: list[Row]) -> str:
-    """Which suite, where and when: of the newest row."""
+    """Suite, machine and date of the newest row."""
     row = max(rows, key=lambda r: r["date"])
     threads = f" · {row['threads']} threads" if row["device"] == "cpu" else ""
     triton = f" · triton {row['triton']}" if row["triton"] and row["device"] != "cpu" else ""
@@ -36,7 +36,7 @@ def title_of(rows: list[Row]) -> str:
 
 def new_figure(width: float, height: float, title: str) -> Any:
     """A light figure with a title, drawn without a display."""
-    # Here and not above: only those who plot need matplotlib.
+    # Imported here: matplotlib is optional.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -59,7 +59,7 @@ def save_ratios(rows: list[Row], path: Path) -> bool:
     groups = _groups(rows)
     if not groups:
         return False
-    heights = [len(lines) + 0.2 for lines in groups.values()]  # in lines; titles come on top
+    heights = [len(lines) + 0.2 for lines in groups.values()]  # in lines, without the titles
     height = sum(heights) * _LINE_INCHES + len(groups) * _TITLE_INCHES + 1.3
     figure = new_figure(9, height, title_of(rows))
     panels = figure.subplots(len(groups), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
@@ -90,9 +90,8 @@ def save_ratios(rows: list[Row], path: Path) -> bool:
         panel.grid(axis="x", color="#e6e6e6", linewidth=0.7)
         panel.set_axisbelow(True)
         panel.tick_params(length=0, labelsize=8)
-        for side in ("top", "right", "left"):
-            panel.spines[side].set_visible(False)
-    # Room around 1× even where all ratios are alike.
+        panel.spines[["top", "right", "left"]].set_visible(False)
+    # Room around 1× even if all ratios are alike.
     low, high = panels[0].get_xlim()
     panels[0].set_xlim(min(low, 0.5), max(high, 2.0))
     panels[-1].set_xlabel("their time / our time: right of 1×, Headwise is faster", fontsize=9)

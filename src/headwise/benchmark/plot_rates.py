@@ -1,6 +1,6 @@
-"""What a GPU reached, as pictures: attention rates beside the peers', decode bandwidth, rates by row width.
+"""Pictures of the rates on a GPU: attention beside its peers, decode bandwidth, row ops by width.
 
-Like `plot`, from rows as a CSV holds them, so that a picture can be made again without the machine.
+Like `plot`, drawn from the rows of a CSV.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OTHERS = ("#8c6bb1", "#c8553d", "#5ab4ac")
 
 
 def save_all(rows: list[Row], folder: Path, stem: str) -> list[Path]:
-    """Every picture that these rows are enough for, as ``folder/stem-<what>.png``."""
+    """Every picture that can be drawn from these rows, as ``folder/stem-<what>.png``."""
     elsewhere = {r["group"] for r in rows if _ATTENTION.fullmatch(r["group"])} | {*_DECODE, *_ROWS}
     elsewhere.add(_GROWTH)
     if rows[0]["device"] == "cpu":
@@ -77,7 +77,7 @@ def save_attention(rows: list[Row], path: Path) -> bool:
             if column == 0:
                 panel.set_ylabel("TFLOP/s", fontsize=9)
     fastest = max(float(r["gflops_per_s"]) / 1e3 for r in shown)
-    panels[0][0].set_ylim(0, 1.1 * max(fastest, (highest or (0, 0))[1] / 1e12))  # room for what stands over bars
+    panels[0][0].set_ylim(0, 1.1 * max(fastest, (highest or (0, 0))[1] / 1e12))  # room for the numbers on the bars
     _legend(figure, contenders)
     save(figure, path)
     return True
@@ -112,8 +112,7 @@ def save_growth(rows: list[Row], path: Path) -> bool:
         panel.set_xlabel("S · solid: full, dashed: causal", fontsize=9)
         panel.set_title(f"attention forward, {label}", loc="left", fontsize=10, fontweight="bold")
         panel.grid(color="#e6e6e6", linewidth=0.7)
-        for side in ("top", "right"):
-            panel.spines[side].set_visible(False)
+        panel.spines[["top", "right"]].set_visible(False)
     _legend(figure, contenders)
     save(figure, path)
     return True
@@ -178,8 +177,7 @@ def save_rows(rows: list[Row], path: Path) -> bool:
         panel.set_title(f"{group} · solid: forward, dashed: backward", loc="left", fontsize=10, fontweight="bold")
         panel.grid(color="#e6e6e6", linewidth=0.7)
         panel.tick_params(labelsize=8)
-        for side in ("top", "right"):
-            panel.spines[side].set_visible(False)
+        panel.spines[["top", "right"]].set_visible(False)
         if highest is not None:
             _roof_line(panel, highest[0] / 1e12, "copy")
     panels[0].set_ylabel("TB/s", fontsize=9)
@@ -216,8 +214,7 @@ def _bars(
     panel.tick_params(length=0, labelsize=8)
     panel.grid(axis="y", color="#e6e6e6", linewidth=0.7, zorder=0)
     panel.margins(x=0.01, y=0.12)
-    for side in ("top", "right", "left"):
-        panel.spines[side].set_visible(False)
+    panel.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _roof_line(panel: Any, height: float, label: str) -> None:

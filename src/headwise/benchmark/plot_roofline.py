@@ -30,7 +30,7 @@ class _Point(NamedTuple):
     label: str
     intensity: float  # operations per byte
     rate: float  # TFLOP/s
-    share: float  # of what the roofs allow there
+    share: float  # of the roof at this intensity
 
 
 # A case belongs to the family that its group begins with; colour and marker.
@@ -47,12 +47,11 @@ _FAMILIES = {
     "training ops": ("#555555", "P"),
     "memory": ("#111111", "*"),
 }
-_BY_CASE_ALONE = ("rms_norm", "softmax", "training ops", "window")  # whose cases say what they are
+_BY_CASE_ALONE = ("rms_norm", "softmax", "training ops", "window")  # labelled by the name of the case alone
 
 
 def save_roofline(rows: list[Row], path: Path) -> bool:
-    """Operations per byte across, operations per second up; all cases on the left, the matrix-bound ones larger on the
-    right."""
+    """Operations per second over operations per byte: all cases, and on the right the compute-bound ones, larger."""
     measured = roofs(rows)
     points = _points(rows, *measured) if measured is not None else []
     if measured is None or not points:
@@ -70,7 +69,7 @@ def save_roofline(rows: list[Row], path: Path) -> bool:
     if above:
         _draw(panels[1], above, bandwidth, peak, low=0.0, high=peak * 1.12)
         panels[1].set_title("attention: the right end of it, linear", loc="left", fontsize=10, fontweight="bold")
-    figure.canvas.draw()  # labels are placed in pixels, which exist from now on
+    figure.canvas.draw()  # labels are placed in pixels, which are known now
     _label_ends(panels[0], below, points)
     if above:
         _label_ends(panels[1], above, above)
@@ -117,8 +116,7 @@ def _draw(panel: Any, points: list[_Point], bandwidth: float, peak: float, low: 
     panel.grid(color="#e3e3e3", linewidth=0.7)
     panel.set_axisbelow(True)
     panel.tick_params(labelsize=8)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
+    panel.spines[["top", "right"]].set_visible(False)
     name = f"copy {bandwidth:.2f} TB/s, bf16 matmul {peak:.0f} TFLOP/s"
     panel.annotate(name, (right, peak), (-4, 5), textcoords="offset points", ha="right", fontsize=8.5)
 
@@ -141,14 +139,14 @@ def _legend(panel: Any, points: list[_Point]) -> None:
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top, in pixels
 
-# Where a label may stand beside its point, in typographic points: the nearest first, either side.
+# Offsets of a label from its point, in typographic points, the nearest first.
 _PLACES = [(side * 9, up) for up in (0, 11, -11, 22, -22, 33, -33, 46, -46, 60, -60, 80, -80) for side in (1, -1)]
 
 
 def _label_ends(panel: Any, points: list[_Point], drawn: list[_Point]) -> None:
-    """Name the case nearest to the roof and the one farthest from it, of every family and direction, if there is room.
+    """Label the cases nearest to the roof and farthest from it, of every family and direction, where there is room.
 
-    The number is the share of what the roofs allow there.
+    The number is the share of the roof that is reached.
     """
     chosen: list[_Point] = []
     for family in _FAMILIES:
@@ -159,7 +157,7 @@ def _label_ends(panel: Any, points: list[_Point], drawn: list[_Point]) -> None:
             chosen += dict.fromkeys([*of_both[-1:], *of_both[:1]])
     at = {p: tuple(panel.transData.transform((p.intensity, p.rate))) for p in drawn}
     taken = [_around(x, y, 9, 9) for x, y in at.values()]
-    # The roof itself is not written over either.
+    # Labels do not cover the roof either.
     for line in panel.get_lines()[:1]:
         taken += [_around(x, y, 6, 6) for x, y in panel.transData.transform(line.get_xydata())]
     taken += [_extent(text) for text in panel.texts]

@@ -30,8 +30,8 @@ class Machine:
     triton: str = ""
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, kw_only=True)
+class Row(Machine):
     suite: str
     group: str
     case: str
@@ -39,62 +39,36 @@ class Row:
     contender: str
     role: str  # ours, peer, yardstick (it computes something else), or roof (what the machine can do)
     status: str  # ok; refused: the result fails its error budget; error: it raised; absent: this machine lacks the peer
-    detail: str
+    detail: str = ""
     quick: bool
-    rounds: int | None
-    median_ms: float | None
-    p20_ms: float | None
-    p80_ms: float | None
-    gflops_per_s: float | None
-    gbytes_per_s: float | None
-    peak_extra_bytes: int | None
-    ratio: float | None  # its time over ours: above 1, ours is faster
-    ratio_p20: float | None
-    ratio_p80: float | None
-    error_budget_share: float | None  # of our worst tensor; 1 is all that is allowed
-    requirement: str
-    outcome: str
+    rounds: int | None = None
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    gflops_per_s: float | None = None
+    gbytes_per_s: float | None = None
+    peak_extra_bytes: int | None = None
+    ratio: float | None = None  # its time over ours: above 1, ours is faster
+    ratio_p20: float | None = None
+    ratio_p80: float | None = None
+    error_budget_share: float | None = None  # of our worst tensor; 1 is all that is allowed
+    requirement: str = ""
+    outcome: str = ""
     flops: float
     bytes: float
     dtype: str
-    device: str
-    device_name: str
-    cpu: str
-    threads: int
-    torch: str
-    headwise: str
-    python: str
-    date: str
-    triton: str
-    timed: str  # device, graph, calls or host: see headwise.benchmark.timing
-    required_ratio: float | None  # what `ratio` must reach, where that is required
+    timed: str = "device"  # or graph, calls, host: see headwise.benchmark.timing
+    required_ratio: float | None = None  # what `ratio` must reach, where that is required
 
 
-COLUMNS = [field.name for field in fields(Row)]
+_MACHINE_COLUMNS = [field.name for field in fields(Machine)]
+COLUMNS = [field.name for field in fields(Row) if field.name not in _MACHINE_COLUMNS] + _MACHINE_COLUMNS
 CASE_COLUMNS = ("suite", "group", "case", "direction")
 ROOFS = "roofs"  # the group of the rows that say what the machine can do
 
 
-_UNMEASURED: dict[str, Any] = dict.fromkeys(
-    (
-        "rounds",
-        "median_ms",
-        "p20_ms",
-        "p80_ms",
-        "gflops_per_s",
-        "gbytes_per_s",
-        "peak_extra_bytes",
-        "ratio",
-        "ratio_p20",
-        "ratio_p80",
-        "error_budget_share",
-        "required_ratio",
-    )
-)
-
-
 def rows(result: CaseResult, suite: str, dtype: str, machine: Machine, quick: bool) -> list[Row]:
-    """The rows of one case. A case that was refused or broke has one, without a single number of speed."""
+    """The rows of one case. A refused or broken case has one, without measurements."""
     case = result.case
 
     def row(contender: str, role: str, status: str, detail: str, **measured: Any) -> Row:
@@ -113,7 +87,7 @@ def rows(result: CaseResult, suite: str, dtype: str, machine: Machine, quick: bo
             outcome="; ".join(v.outcome for v in verdicts),
             dtype=dtype,
             timed=case.timed,
-            **{**_UNMEASURED, "flops": case.flops, "bytes": case.bytes, **measured},
+            **{"flops": case.flops, "bytes": case.bytes, **measured},
             **asdict(machine),
         )
 
@@ -141,15 +115,12 @@ def roof_row(roof: Roof, suite: str, machine: Machine, quick: bool) -> Row:
         contender="PyTorch",
         role="roof",
         status="ok",
-        detail="",
         quick=quick,
-        requirement="",
-        outcome="",
         dtype=roof.dtype,
-        timed="device",
         flops=roof.flops,
         bytes=roof.bytes,
-        **{**_UNMEASURED, **_speed(roof.seconds, roof.flops, roof.bytes), "rounds": roof.rounds},
+        rounds=roof.rounds,
+        **_speed(roof.seconds, roof.flops, roof.bytes),
         **asdict(machine),
     )
 
@@ -169,7 +140,7 @@ def required_ratio(result: CaseResult, measured: Measurement) -> float | None:
 
 
 def _numbers(result: CaseResult, measured: Measurement) -> dict[str, Any]:
-    # A yardstick with work of its own says nothing about the bytes of that.
+    # The bytes of a yardstick with its own work are not known.
     moved = result.case.bytes if measured.flops == result.case.flops else 0.0
     ratio = measured.ratio
     return {
@@ -205,7 +176,7 @@ def csv_path(folder: Path, suite: str, machine: Machine) -> Path:
 def write_csv(path: Path, new: list[Row], known_cases: Iterable[tuple[str, ...]]) -> None:
     """Write the rows, keeping those of an earlier run for cases that still exist and were not run this time.
 
-    Contenders of a case are always of one run, so no ratio ever mixes two.
+    All contenders of a case are from one run, so no ratio mixes two.
     """
     fresh = {_case_of(asdict(row)) for row in new}
     known = set(known_cases)
@@ -219,7 +190,7 @@ def write_csv(path: Path, new: list[Row], known_cases: Iterable[tuple[str, ...]]
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """The rows as text. Columns that the file lacks (it is of an older version) are empty; a foreign file has no rows."""
+    """The rows as text. Columns that an older file lacks are empty; a file of another kind has no rows."""
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         known = set(CASE_COLUMNS) <= set(reader.fieldnames or ()) <= set(COLUMNS)
@@ -231,8 +202,8 @@ def _case_of(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def as_text(row: Row) -> dict[str, str]:
-    """As it stands in the CSV."""
-    return {name: _text(value) for name, value in asdict(row).items()}
+    """As in the CSV."""
+    return {name: _text(getattr(row, name)) for name in COLUMNS}
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What the machine can do at most: how fast it copies memory, and how fast it multiplies matrices."""
+"""The roofs of the machine: how fast it copies memory, and how fast it multiplies matrices."""
 
 from __future__ import annotations
 

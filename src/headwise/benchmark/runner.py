@@ -1,4 +1,4 @@
-"""One case through the gate, the memory measurement and the clock."""
+"""Runs one case: checks its results, then measures memory and time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from headwise.benchmark.case import (
     BenchCase,
     BenchSuite,
     Contender,
-    Direction,
     FlopRate,
+    MemoryShare,
     OwnLeaves,
     PeakMemory,
     Requirement,
@@ -43,7 +43,7 @@ class Measurement:
 
     contender: str
     yardstick: bool
-    flops: float  # its work, which is the case's unless it is a yardstick with work of its own
+    flops: float  # that of the case, unless it is a yardstick with its own work
     seconds: timing.Spread
     rounds: int
     peak_extra_bytes: int
@@ -64,8 +64,9 @@ class CaseResult:
     errors: list[TensorError] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
-    absent: dict[str, str] = field(default_factory=dict)  # peers this machine lacks, and why
-    note: str = ""  # of our own call, beside its numbers
+    absent: dict[str, str] = field(default_factory=dict)  # peers that did not run, and why
+    note: str = ""  # about our own call
+    input_bytes: int = 0  # of one set of inputs
 
     def measurement(self, contender: str) -> Measurement | None:
         return next((m for m in self.measurements if m.contender == contender), None)
@@ -77,7 +78,7 @@ class CaseResult:
 
 
 Call = Callable[[], tuple[Tensor, ...]]
-NOTHING_CROSSED = "per call: 0 uploads, 0 readbacks"  # how the note of a case on resident arrays begins
+NOTHING_CROSSED = "per call: 0 uploads, 0 readbacks"  # how a note on resident arrays begins
 
 
 @dataclass
@@ -96,7 +97,7 @@ class _Runner:
 
     @property
     def calls_per_lap(self) -> int:
-        # What times itself says what one call takes.
+        # A self-timed call reports the time of one call.
         return 1 if isinstance(self.calls[0], timing.SelfTimed) else len(self.calls)
 
     def lap(self) -> timing.Action:
@@ -122,7 +123,7 @@ def run_case(
 ) -> CaseResult:
     """Check, then measure, every contender of a case. Never raises: what breaks is the result.
 
-    judged: whether the requirements are held against the outcome (not so at quick sizes, for which nobody stated them).
+    judged: whether the requirements are checked; they do not apply to quick sizes.
     """
     result = CaseResult(case)
     try:
@@ -132,7 +133,7 @@ def run_case(
         result.status, result.detail = "error", f"{type(error).__name__}: {error}"
     gc.collect()
     if suite.device == "cuda":
-        torch.cuda.empty_cache()  # what one case kept may be what the next one needs
+        torch.cuda.empty_cache()  # the next case may need that memory
     return result
 
 
@@ -140,8 +141,9 @@ def _run(result: CaseResult, suite: BenchSuite, plan: timing.Plan, judged: bool,
     case = result.case
     maker = inputs.maker(case.dtype or suite.dtype, suite.device, seed=zlib.crc32(case.key.encode()))
     arguments = case.make(maker)
+    result.input_bytes = sum(x.nbytes for x in arguments.values() if isinstance(x, Tensor))
     sets = [inputs.placed(arguments, suite.device)]
-    if case.timed != "host":  # Python does not care what is in the GPU's cache
+    if case.timed != "host":  # host time does not depend on the GPU's cache
         more = inputs.sets_needed(arguments, suite.device) - 1
         sets += [inputs.placed(case.make(maker), suite.device) for _ in range(more)]
     runners, grad_out = _bind_all(result, sets, maker)
@@ -185,12 +187,12 @@ def _run(result: CaseResult, suite: BenchSuite, plan: timing.Plan, judged: bool,
 
 
 def _bind_all(result: CaseResult, sets: list[Arguments], maker: Maker) -> tuple[dict[str, _Runner], Tensor | None]:
-    """Every contender this machine has; and the gradient of the output that all of them are given with the first set."""
+    """Every contender that runs here, and the gradient of the output that all of them get with the first set."""
     case = result.case
     grads: list[Tensor] = []  # of the output, one per set
     runners: dict[str, _Runner] = {}
     for contender in case.contenders():
-        scope = _scope(contender, case.direction)
+        scope = _scope(contender, case)
         try:
             with scope():
                 calls = [_bind(case, contender, arguments, grads, i, maker) for i, arguments in enumerate(sets)]
@@ -200,13 +202,14 @@ def _bind_all(result: CaseResult, sets: list[Arguments], maker: Maker) -> tuple[
             result.absent[contender.name] = str(error)
             continue
         gradients = [f"grad of {name}" for name in case.differentiable]
-        names = {"forward": ["out"], "backward": gradients, "forward+backward": ["out", *gradients]}[case.direction]
+        forward = list(case.outputs)
+        names = {"forward": forward, "backward": gradients, "forward+backward": [*forward, *gradients]}[case.direction]
         runners[contender.name] = _Runner(contender, calls, names, scope)
     return runners, grads[0] if grads else None
 
 
 def _traffic(runner: _Runner) -> str:
-    """What one call of ours moved over the bus, and launched."""
+    """The uploads, readbacks and dispatches of one call of ours."""
     from headwise.webgpu import counts
 
     before = counts()
@@ -217,10 +220,12 @@ def _traffic(runner: _Runner) -> str:
     return "per call: " + ", ".join(f"{getattr(after, name) - getattr(before, name)} {name}" for name in names)
 
 
-def _scope(contender: Contender, direction: Direction) -> timing.Scope:
+def _scope(contender: Contender, case: BenchCase) -> timing.Scope:
+    recorded = case.direction != "forward" or case.recorded
+
     @contextmanager
     def scope() -> Iterator[None]:
-        with contender.scope(), torch.set_grad_enabled(direction != "forward" and not contender.explicit):
+        with contender.scope(), torch.set_grad_enabled(recorded and not contender.explicit):
             yield
 
     return scope
@@ -231,19 +236,19 @@ def _bind(
 ) -> Call:
     """The call of a contender on set ``index`` of the inputs; the first contender draws the gradient of the output."""
     values, leaves = arguments, dict[str, Tensor]()
-    if case.direction != "forward" and not contender.explicit:
+    if (case.direction != "forward" or case.recorded) and not contender.explicit:
         values, leaves = correctness.with_leaves(arguments, case.differentiable)
     call: Callable[[], Any] = contender.prepare(values)
     if isinstance(call, timing.SelfTimed):
         return call
     if case.direction == "forward":
-        return lambda: (call(),)
+        return call if len(case.outputs) > 1 else lambda: (call(),)
     out: Tensor = call()[0] if contender.explicit else call()
     if len(grads) == index:
         grads.append(_gradient(out, maker))
     if contender.explicit:
         return call
-    # A yardstick may leave arguments unused (plain attention has no sink) or give another shape; nobody else may.
+    # Only a yardstick may leave arguments unused (plain attention has no sink) or return another shape.
     targets, unused, grad_out = list(leaves.values()), contender.yardstick, grads[index]
     if isinstance(call, OwnLeaves):
         targets = list(call.leaves)
@@ -252,7 +257,7 @@ def _bind(
     grad_out = _laid_out_like(out, grad_out)
 
     def backward() -> tuple[Tensor, ...]:
-        # Timed on a graph that is kept, the same way for everybody.
+        # The graph is kept, for every contender.
         return torch.autograd.grad(out, targets, grad_out, retain_graph=True, allow_unused=unused)
 
     def forward_backward() -> tuple[Tensor, ...]:
@@ -263,15 +268,14 @@ def _bind(
 
 
 def _gradient(out: Tensor, maker: Maker) -> Tensor:
-    """For this output. A scalar loss gets the 1 that loss.backward() gives it."""
+    """A random gradient of this output; 1 for a scalar loss, as loss.backward() has it."""
     return inputs.like(maker.normal(*out.shape, dtype=out.dtype), out) if out.dim() else torch.ones_like(out.detach())
 
 
 def _laid_out_like(out: Tensor, grad: Tensor) -> Tensor:
-    """The same gradient with the strides of the output, as a model's next layer gives it back.
+    """The gradient with the strides of the output, as the next layer of a model returns it.
 
-    Nobody is timed with a copy that a model would not need; and cuDNN, by way of PyTorch 2.11, took a gradient whose
-    strides were not those of the output for something else (``dq`` was unrelated to the truth).
+    Other strides may cost a copy that no model needs, and cuDNN in PyTorch 2.11 computes a wrong ``dq`` from them.
     """
     if not isinstance(out, Tensor) or out.stride() == grad.stride():
         return grad
@@ -279,7 +283,7 @@ def _laid_out_like(out: Tensor, grad: Tensor) -> Tensor:
 
 
 def _captured(result: CaseResult, runners: dict[str, _Runner]) -> dict[str, timing.Action]:
-    """Each contender's lap as the replay of a CUDA graph, which must give what the plain call gave."""
+    """Each contender's lap as the replay of a CUDA graph, which must give the result of the plain call."""
     laps: dict[str, timing.Action] = {}
     for name, runner in runners.items():
         try:
@@ -314,7 +318,7 @@ def _capture(lap: timing.Action, first: Call) -> timing.Action:
 
 
 def _refusal(result: CaseResult, runners: dict[str, _Runner], arguments: Arguments, grad_out: Tensor | None) -> str:
-    """Why the case may not be reported; empty where all is well."""
+    """Why the case is refused; empty if it is not."""
     case = result.case
     ours = runners[OURS].once()
     picked = case.check.pick(ours)
@@ -348,6 +352,10 @@ def _outcome(result: CaseResult, requirement: Requirement) -> Outcome:
             good = _reaches(other, share * other.flops / ours.flops) if other is not None else None
         case PeakMemory(limit):
             good = ours.peak_extra_bytes <= limit
+        case MemoryShare(share, peer):
+            other, held = result.measurement(peer), result.input_bytes
+            if other is not None:
+                good = held + ours.peak_extra_bytes <= share * (held + other.peak_extra_bytes)
         case Bandwidth(terabytes):
             good = result.case.bytes / ours.seconds.median >= terabytes * 1e12
         case FlopRate(teraflops):

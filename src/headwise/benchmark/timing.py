@@ -1,8 +1,7 @@
 """Clocks, and rounds in which every contender takes its turn.
 
 A machine drifts: it heats up, others use it, memory fragments. So contenders are never timed one after the other.
-Each round times each contender once, in shuffled order, and ratios are taken inside a round before the median over
-rounds is.
+Each round times each contender once, in shuffled order. Ratios are taken within a round, then their median over rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Action = Callable[[], object]
 
 
 class SelfTimed:
-    """A call that knows itself what it takes, where no clock here can see it: another program's queue on the GPU."""
+    """A call that measures its own time: our clocks do not see the GPU queue it uses."""
 
     def __call__(self) -> Any:
         raise NotImplementedError
@@ -36,7 +35,7 @@ class SelfTimed:
 Scope = Callable[[], AbstractContextManager[Any]]
 
 # What is timed, on a GPU (on the CPU all are the same):
-#   device  the kernels: the queue is kept full, so that a GPU that waits for Python does not count
+#   device  the kernels: the queue is kept full, so that waiting for Python does not count
 #   graph   the same, with the calls captured in a CUDA graph and replayed
 #   calls   plain calls in a row, waiting for Python included
 #   host    what a call costs in Python, the kernels not included
@@ -61,13 +60,13 @@ class WallClock:
 class CudaClock:
     """Events on the stream: device time from the first kernel of the first call to the last kernel of the last.
 
-    queue_first: the GPU is kept busy with nothing until the host is well ahead of it, so that the time of the kernels
-    shows and not that of the Python that launches them.
+    queue_first: the GPU sleeps until the host has queued the calls, so that the kernels are timed and not the Python
+    that launches them.
     """
 
     def __init__(self, queue_first: bool) -> None:
         self._queue_first = queue_first
-        self._host_s: dict[Action, float] = {}  # what a call took to be queued, last time
+        self._host_s: dict[Action, float] = {}  # time to queue a call, as last measured
 
     def measure(self, action: Action, calls: int) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -85,12 +84,12 @@ class CudaClock:
         return start.elapsed_time(end) / 1e3 / calls
 
 
-_CYCLES_PER_S = 2e9  # a GPU that is slower than this sleeps a little longer, which does no harm
+_CYCLES_PER_S = 2e9  # a slower GPU sleeps a little longer, which does no harm
 _LONGEST_LEAD_S = 0.1
 
 
 class HostClock:
-    """What it takes to queue a call: the clock stops before the kernels are done."""
+    """The time to queue a call: the clock stops before the kernels are done."""
 
     def measure(self, action: Action, calls: int) -> float:
         torch.cuda.synchronize()
@@ -102,8 +101,7 @@ class HostClock:
         return seconds
 
 
-# A GPU that idled runs at a third of its clock for its first tenth of a second, and no queue tells it beforehand what is to
-# come: it is kept busy that long before a sample.
+# After idling, a GPU runs at a third of its clock for a tenth of a second: it is kept busy that long before a sample.
 WEBGPU_WARM_UP_S = 0.12
 
 
@@ -129,7 +127,7 @@ class WebGpuClock:
 
 
 class WebGpuHostClock:
-    """Plain calls in a row; waits for the kernels of the last one, or not."""
+    """Plain calls in a row. wait: until the kernels of the last one are done."""
 
     def __init__(self, wait: bool) -> None:
         self._wait = wait
@@ -166,7 +164,7 @@ class Plan:
     repeats: int | None = None  # exactly this many rounds; None: as many as target_s holds, within the limits below
     target_s: float = 8.0
     cap_s: float = 90.0  # no round begins after this, once MIN_LONG_ROUNDS are done
-    sample_s: float = 0.02  # a sample is as many calls as fill this, so that the clock's own grain does not show
+    sample_s: float = 0.02  # a sample is as many calls as fill this; far above the clock's resolution
     most_calls: int | None = None  # in a sample; a GPU's queue holds about a thousand launches
     seed: int = 0
 
@@ -239,7 +237,7 @@ def _calls_per_sample(action: Action, clock: Clock, plan: Plan, scope: Scope) ->
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection in the middle of a sample would be billed to whoever runs; collect before, and then not at all."""
+    """Collects before the block and not inside: a collection would count as time of the contender that runs."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,7 +1,7 @@
-"""Which tile a kernel should use: candidates measured on the GPU at hand, shape class by shape class.
+"""Finds the tile that a kernel should use: measures candidates on this GPU, one shape class after the other.
 
-A candidate is believed when its result is that of the tile in use now. It is taken when it is faster by more than the
-clock can be wrong. What a GPU cannot run (too much shared memory, too many registers) is skipped and counted.
+A candidate must give the same result as the tile in use now, and be faster by more than the error of the clock. What a
+GPU cannot run (too much shared memory, too many registers) is skipped and counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.backends.triton import tile_sizes
-from headwise.backends.triton.tile_sizes import Tile
+from headwise.backends.triton.gpu import facts
+from headwise.backends.triton.tile_sizes import AttentionTile
 from headwise.benchmark import timing
 
 # kernel -> the head dims it has classes for
@@ -37,16 +38,16 @@ BITS = (16, 32)
 TOKENS, MODEL_WIDTH, LENGTH = 16384, 2048, 4096
 
 FINALISTS = 4
-GAIN = 0.99  # the share of the time in use now that a new tile may take at most
+GAIN = 0.99  # a new tile takes at most this share of the current time
 _FIELDS: dict[str, tuple[int, ...]] = {
     "queries": (16, 32, 64, 128, 256),
     "keys": (16, 32, 64, 128),
     "warps": (4, 8),
     "stages": (1, 2, 3, 4),
-    "registers": (0, 128, 168),  # two programs of 8 warps, three of 4 share a multiprocessor
+    "registers": (0, 128, 168),  # 128: two programs of 8 warps fit a multiprocessor; 168: three of 4
     "passes": (1, 2),
 }
-_REGISTERS, _OTHER_REGISTERS = 255, 55  # of a thread; those that addresses and operands take at the very least
+_REGISTERS, _OTHER_REGISTERS = 255, 55  # per thread: the most, and what addresses and operands take at least
 
 
 class ShapeClass(NamedTuple):
@@ -74,7 +75,7 @@ def classes(kernels: Iterable[str], head_dims: Iterable[int], bits: Iterable[int
 
 
 class Search(NamedTuple):
-    """How far around the fastest tile so far others are tried, and how often that may be another one."""
+    """How many steps around the fastest tile are tried, and how often the search may move to a faster one."""
 
     radius: int
     moves: int
@@ -83,17 +84,19 @@ class Search(NamedTuple):
 CLIMB, QUICK, EVERYTHING = Search(2, 4), Search(1, 1), Search(99, 1)
 
 
-def grid(of: ShapeClass, shared_memory: int, parts: int = 1) -> list[Tile]:
-    """The tiles that a class could use, with operands in so many parts."""
-    tiles = [Tile(**dict(zip(_FIELDS, values, strict=True)), parts=parts) for values in product(*_FIELDS.values())]
-    if of.kernel != "attention_backward_keys":  # the only one that can go over its keys twice
+def grid(of: ShapeClass, shared_memory: int, bf16x3: bool = False) -> list[AttentionTile]:
+    """The tiles that a class could use."""
+    tiles = [
+        AttentionTile(**dict(zip(_FIELDS, values, strict=True)), bf16x3=bf16x3) for values in product(*_FIELDS.values())
+    ]
+    if of.kernel != "attention_backward_keys":  # only this kernel has two passes
         tiles = [t for t in tiles if t.passes == 1]
-    if torch.version.hip is not None:  # where registers cannot be limited
+    if torch.version.hip is not None:  # ROCm cannot limit registers
         tiles = [t for t in tiles if t.registers == 0]
     return [t for t in tiles if _may_fit(of, t, shared_memory)]
 
 
-def steps(a: Tile, b: Tile) -> int:
+def steps(a: AttentionTile, b: AttentionTile) -> int:
     """How many steps of the grid lie between two tiles."""
     return sum(
         abs(_nearest(values, getattr(a, name)) - _nearest(values, getattr(b, name))) for name, values in _FIELDS.items()
@@ -104,9 +107,9 @@ def _nearest(values: tuple[int, ...], x: int) -> int:
     return min(range(len(values)), key=lambda i: abs(values[i] - x))
 
 
-def _may_fit(of: ShapeClass, tile: Tile, shared_memory: int) -> bool:
+def _may_fit(of: ShapeClass, tile: AttentionTile, shared_memory: int) -> bool:
     """Whether registers and shared memory could suffice, by what a tile must hold at the very least."""
-    element = of.bits // 8 if tile.parts == 1 else 2 * tile.parts
+    element = 6 if tile.bf16x3 else of.bits // 8
     scores = tile.queries * tile.keys
     if of.kernel == "attention_backward_keys":
         sums, streamed = 2 // tile.passes * tile.keys * of.head_dim, 2 * tile.queries
@@ -120,21 +123,21 @@ def _may_fit(of: ShapeClass, tile: Tile, shared_memory: int) -> bool:
 class Bench(Protocol):
     """Runs the call that stands for a class."""
 
-    def current(self) -> Tile:
+    def current(self) -> AttentionTile:
         """The tile in use now."""
 
-    def results(self, tile: Tile) -> list[Tensor]:
+    def results(self, tile: AttentionTile) -> list[Tensor]:
         """What the call gives with this tile; raises where the GPU cannot run it."""
 
-    def seconds(self, tiles: Sequence[Tile], rounds: int) -> dict[Tile, float]:
+    def seconds(self, tiles: Sequence[AttentionTile], rounds: int) -> dict[AttentionTile, float]:
         """Median time of each, measured in turn."""
 
 
 @dataclass
 class Outcome:
     of: ShapeClass
-    current: Tile
-    best: Tile
+    current: AttentionTile
+    best: AttentionTile
     current_s: float
     best_s: float
     tried: int = 0
@@ -145,16 +148,16 @@ class Outcome:
         return self.current_s / self.best_s
 
 
-# Told of every candidate that is done with.
+# Called after every candidate.
 Tick = Callable[[], None]
 # Compiles candidates: those that run, and why the others do not.
-Screen = Callable[[ShapeClass, list[Tile]], tuple[list[Tile], Counter[str]]]
+Screen = Callable[[ShapeClass, list[AttentionTile]], tuple[list[AttentionTile], Counter[str]]]
 
 
 def tune_class(
     of: ShapeClass,
     bench: Bench,
-    tiles: Sequence[Tile],
+    tiles: Sequence[AttentionTile],
     search: Search = CLIMB,
     screen: Screen = lambda of, tiles: (tiles, Counter()),
     tick: Tick = lambda: None,
@@ -176,7 +179,7 @@ def tune_class(
                     skipped["wrong result"] += 1
                 else:
                     seconds.update(bench.seconds([tile], 1))
-            except Exception as error:  # the ways in which a tile can fail are those of a compiler, a driver and a GPU
+            except Exception as error:  # of the compiler, the driver or the GPU
                 skipped[reason(error)] += 1
             tick()
         fastest = min(seconds, key=lambda tile: seconds[tile])
@@ -192,7 +195,7 @@ def tune_class(
 
 
 def difference(results: list[Tensor], expected: list[Tensor]) -> float:
-    """0 where two results agree as two ways of rounding do, else their relative distance (NaN counts as infinite)."""
+    """0 if two results agree up to rounding, else their relative distance (NaN counts as infinite)."""
     for mine, other in zip(results, expected, strict=True):
         allowed = (64 if other.dtype == torch.float32 else 2) * torch.finfo(other.dtype).eps
         size, distance = other.double().norm().item(), (mine.double() - other.double()).norm().item()
@@ -225,18 +228,18 @@ class CallBench:
         self._leaves = [x.requires_grad_(of.kernel != "attention_forward") for x in (q, k, v)]
         self._kept: Tensor | None = None
 
-    def current(self) -> Tile:
-        return tile_sizes.tile(*self._of, self._device)
+    def current(self) -> AttentionTile:
+        return tile_sizes.tile(*self._of, facts(self._device.index or 0).arch)
 
-    def results(self, tile: Tile) -> list[Tensor]:
+    def results(self, tile: AttentionTile) -> list[Tensor]:
         with tile_sizes.forced(self._of.kernel, tile):
             results = list(self._call())
             self._wait()
         return [x.detach() for x in results]
 
-    def seconds(self, tiles: Sequence[Tile], rounds: int) -> dict[Tile, float]:
+    def seconds(self, tiles: Sequence[AttentionTile], rounds: int) -> dict[AttentionTile, float]:
         @contextmanager
-        def scope(tile: Tile) -> Iterator[None]:
+        def scope(tile: AttentionTile) -> Iterator[None]:
             with tile_sizes.forced(self._of.kernel, tile):
                 yield
 
@@ -269,11 +272,11 @@ class CallBench:
             torch.cuda.synchronize(self._device)
 
 
-def try_small(of: ShapeClass, tile: Tile) -> str:
+def try_small(of: ShapeClass, tile: AttentionTile) -> str:
     """Compile and run a small call of the class on the current GPU; empty, or why it does not work.
 
-    In a process of its own this leaves the compiled kernel in Triton's cache on disk, where the measuring process finds
-    it, and if the kernel breaks the GPU's state, it is this process's.
+    In a process of its own: the measuring process finds the compiled kernel in Triton's cache on disk, and is not
+    affected by a kernel that breaks the state of the GPU.
     """
     try:
         CallBench(of, torch.device("cuda"), length=512, tokens=512).results(tile)
@@ -282,21 +285,13 @@ def try_small(of: ShapeClass, tile: Tile) -> str:
     return ""
 
 
-def shared_memory(device: torch.device) -> int:
-    """Bytes a program may use at most."""
-    properties = torch.cuda.get_device_properties(device)
-    # ROCm has no larger limit that one must ask for.
-    optional = getattr(properties, "shared_memory_per_block_optin", None)
-    return int(optional or properties.shared_memory_per_multiprocessor)
-
-
-def table_row(tile: Tile) -> dict[str, int]:
-    """As a table has it: what is as it is by default is left out."""
-    return {name: value for name, value in tile._asdict().items() if value != Tile._field_defaults.get(name)}
+def table_row(tile: AttentionTile) -> dict[str, int]:
+    """As in a table: without fields that have their default."""
+    return {name: value for name, value in tile._asdict().items() if value != AttentionTile._field_defaults.get(name)}
 
 
 def write_table(path: Path, architecture: str, measured_on: str, tiles: tile_sizes.Table) -> None:
-    """Write a table, over the rows of the one that is there already, if it is of the same architecture."""
+    """Write a table; update the rows of an existing one, which must be of the same architecture."""
     rows: tile_sizes.Table = {}
     if path.exists():
         there = read_table(path)

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from headwise.cases import (
-    attention,
-    attention_decode,
-    attention_probs,
-    attention_varlen,
-    cross_entropy,
-    embedding,
-    merge_attention,
-    rms_norm,
-    softmax,
-    transpose,
-)
+import importlib
+import pkgutil
+
 from headwise.testing import Suite
 
-SUITES: dict[str, Suite] = {
-    suite.op: suite
-    for suite in (
-        attention.SUITE,
-        attention_varlen.SUITE,
-        attention_decode.SUITE,
-        attention_probs.SUITE,
-        merge_attention.SUITE,
-        softmax.SUITE,
-        cross_entropy.SUITE,
-        embedding.SUITE,
-        rms_norm.SUITE,
-        transpose.SUITE,
-    )
-}
+SUITES: dict[str, Suite] = {}  # by op; every module here that has a SUITE
+
+for _found in pkgutil.iter_modules(__path__):
+    _module = importlib.import_module(f"{__name__}.{_found.name}")
+    if hasattr(_module, "SUITE"):
+        SUITES[_module.SUITE.op] = _module.SUITE

@@ -1,4 +1,4 @@
-"""Cases of decoding: contiguous and paged caches, poisoned beyond their lengths."""
+"""Cases of decoding: contiguous and paged caches, with NaN beyond their lengths."""
 
 from __future__ import annotations
 
@@ -7,39 +7,45 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise.cases.attention import heads
-from headwise.reference import attention as reference_attention
+from headwise import reference as oracle
+from headwise.cases.attention import heads, meaning
+from headwise.cases.row_inputs import QUICK
 from headwise.testing import Arguments, Case, Maker, Outputs, Suite
-
-QUICK = frozenset({"quick"})
 
 
 def make(
-    maker: Maker, *, lengths: list[int], capacity: int = 0, page_size: int = 0, spare_pages: int = 3, hq: int = 4,
-    hk: int = 2, d: int = 64, dv: int | None = None, sq: int | None = None, layout: str = "bhsd", sink: bool = False,
-    **flags: Any,
+    maker: Maker, *, lengths: list[int], starts: list[int] | None = None, capacity: int = 0, page_size: int = 0,
+    hq: int = 4, hk: int = 2, d: int = 64, dv: int | None = None, sq: int | None = None, layout: str = "bhsd",
+    sink: bool = False, **flags: Any,
 ) -> Arguments:  # fmt: skip
     batch, dv = len(lengths), dv or d
     arguments: Arguments = {"q": maker.normal(batch, hq, d) if sq is None else maker.normal(batch, hq, sq, d), **flags}
     if page_size:
         counts = [-(-n // page_size) for n in lengths]
-        pages = sum(counts) + spare_pages
+        pages = sum(counts) + 3  # some are not used
         k, v = (maker.normal(pages, hk, page_size, dim) for dim in (d, dv))
         order = torch.randperm(pages, generator=maker.generator).tolist()
         table = torch.full((batch, max(counts, default=0) + 1), -1, dtype=torch.int32)
         used = torch.zeros(pages, page_size, dtype=torch.bool)
-        for b, (n, count) in enumerate(zip(lengths, counts, strict=True)):
-            for i in range(count):
-                table[b, i] = page = order.pop()
-                used[page, : n - i * page_size] = True
+        for b, (start, stop) in enumerate(zip(starts or [0] * batch, lengths, strict=True)):
+            for key in range(start, stop):  # pages without keys are not in the table
+                i = key // page_size
+                if table[b, i] < 0:
+                    table[b, i] = order.pop()
+                used[table[b, i], key % page_size] = True
         unused = ~used.to(maker.device)[:, None, :, None]
         arguments["block_table"] = table.to(maker.device)
     else:
         k, v = (heads(maker, batch, hk, capacity, dim, layout) for dim in (d, dv))
         position = torch.arange(capacity, device=maker.device)
-        unused = (position >= maker.tensor(lengths, torch.int64)[:, None])[:, None, :, None]
+        unused = position >= maker.tensor(lengths, torch.int64)[:, None]
+        if starts is not None:
+            unused |= position < maker.tensor(starts, torch.int64)[:, None]
+        unused = unused[:, None, :, None]
     arguments["k_cache"], arguments["v_cache"] = (x.masked_fill_(unused, torch.nan) for x in (k, v))
     arguments["lengths"] = maker.tensor(lengths, torch.int32)
+    if starts is not None:
+        arguments["kv_starts"] = maker.tensor(starts, torch.int32)
     if sink:
         arguments["sink"] = maker.normal(hq)
     return arguments
@@ -51,8 +57,7 @@ def run(arguments: Arguments, backend: str | None = None) -> Outputs:
 
 
 def reference(arguments: Arguments) -> Outputs:
-    arguments = {name: value for name, value in arguments.items() if name != "num_splits"}
-    out, lse = reference_attention.attention_decode(**arguments)
+    out, lse = oracle.attention_decode(**meaning(arguments))
     return {"out": out, "lse": lse}
 
 
@@ -71,7 +76,7 @@ SUITE = Suite(
         Case("splits of speculative tokens", {"lengths": [300, 5], "capacity": 320, "sq": 4, "num_splits": 4}, QUICK),
         Case("transposed cache", {"lengths": [120, 64], "capacity": 128, "layout": "bshd"}, QUICK),
         Case("head dims 96 and 64", {"lengths": [70, 128], "capacity": 128, "d": 96, "dv": 64}, QUICK),
-        # Short rows: many teams of few threads, which meet in workgroup memory.
+        # Short rows: many groups of few threads, which combine their results in workgroup memory.
         Case("head dim 32, one key head", {"lengths": [70, 33], "capacity": 96, "hq": 4, "hk": 1, "d": 32}, QUICK),
         Case("head dim 8, one key head", {"lengths": [70, 33], "capacity": 96, "hq": 6, "hk": 1, "d": 8}, QUICK),
         Case("head dim 512", {"lengths": [70, 128], "capacity": 128, "d": 512}),
@@ -83,6 +88,24 @@ SUITE = Suite(
             {"lengths": [90, 47], "page_size": 32, "sq": 2, "window": (40, 0), "softcap": 20.0, "sink": True},
             QUICK,
         ),
+        Case("kv_starts", {"lengths": [200, 90, 0, 64], "starts": [0, 37, 0, 63], "capacity": 256}, QUICK),
+        Case(
+            "kv_starts at and beyond the end, sink",
+            {"lengths": [100, 60, 0, 80], "starts": [100, 128, 5, 70], "capacity": 128, "sink": True},
+            QUICK,
+        ),
+        Case(
+            "kv_starts, speculative tokens and splits",
+            {"lengths": [300, 90, 5], "starts": [111, 88, 4], "capacity": 320, "sq": 4, "num_splits": 3},
+            QUICK,
+        ),
+        Case(
+            "kv_starts and a window",
+            {"lengths": [200, 150], "starts": [190, 20], "capacity": 256, "window": (31, 0), "softcap": 8.0},
+            QUICK,
+        ),
+        Case("paged, kv_starts", {"lengths": [100, 70, 33, 9], "starts": [50, 69, 0, 40], "page_size": 16}, QUICK),
+        Case("paged, kv_starts, long", {"lengths": [2000, 1500], "starts": [700, 1490], "page_size": 64, "sink": True}),
         Case("no batch", {"lengths": [], "capacity": 16}, QUICK),
         Case("no capacity", {"lengths": [0, 0], "capacity": 0}, QUICK),
     ),

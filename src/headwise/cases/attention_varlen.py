@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.reference import attention as reference_attention
+from headwise import reference as oracle
+from headwise.cases.attention import dropping, meaning
+from headwise.cases.row_inputs import QUICK
 from headwise.testing import Arguments, Case, Maker, Outputs, Suite
-
-QUICK = frozenset({"quick"})
 
 
 def make(
@@ -37,7 +37,7 @@ def make(
         "max_seqlen_k": max(k_lengths, default=0),
         **flags,
     }
-    for name in ("k", "v"):  # no sequence owns these rows
+    for name in ("k", "v"):  # rows of no sequence
         arguments[name][used:] = torch.nan
     if sink:
         arguments["sink"] = maker.normal(hq)
@@ -50,7 +50,7 @@ def run(arguments: Arguments, backend: str | None = None) -> Outputs:
 
 
 def reference(arguments: Arguments) -> Outputs:
-    out, lse = reference_attention.attention_varlen(**arguments)
+    out, lse = oracle.attention_varlen(**meaning(arguments))
     return {"out": out, "lse": lse}
 
 
@@ -81,6 +81,14 @@ SUITE = Suite(
         Case("window", {"q_lengths": [400, 90, 250], "window": (60, 0)}),
         Case("grouped heads", {"q_lengths": [130, 20, 300], "hq": 6, "hk": 2, "causal": True}),
         Case("softcap and sink", {"q_lengths": [130, 0, 90], "softcap": 10.0, "sink": True, "causal": True}, QUICK),
+        Case(
+            "sink and empty rows",
+            {"q_lengths": [40, 30, 50], "k_lengths": [40, 0, 20], "trailing": 15, "sink": True, "causal": True},
+            QUICK,
+        ),
+        Case("sums in any order", {"q_lengths": [130, 300, 20], "hq": 4, "hk": 2, "deterministic": False}),
+        Case("dropout", {"q_lengths": [150, 3, 0, 77], "hq": 4, "hk": 2, "causal": True, **dropping(0.2)}, QUICK),
+        Case("dropout, 700 tokens", {"q_lengths": [300, 700], "trailing": 20, "sink": True, **dropping(0.1)}),
         Case("head dims 72 and 24", {"q_lengths": [90, 100], "d": 72, "dv": 24}, QUICK),
         Case("strided", {"q_lengths": [120, 45], "strided": True, "causal": True}, QUICK),
         Case("no sequences", {"q_lengths": [], "trailing": 5}, QUICK),

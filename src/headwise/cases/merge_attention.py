@@ -1,4 +1,4 @@
-"""Cases of merging: parts with nothing in them, rows with nothing at all, packed shapes."""
+"""Cases of merging: parts that see no key, rows that no part sees, packed shapes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.reference import attention as reference_attention
+from headwise import reference as oracle
+from headwise.cases.row_inputs import QUICK
 from headwise.testing import Arguments, Case, Maker, Outputs, Suite
-
-QUICK = frozenset({"quick"})
 
 
 def make(maker: Maker, *, parts: int, shape: tuple[int, ...], packed: bool = False, spread: float = 3.0) -> Arguments:
@@ -34,7 +33,7 @@ def run(arguments: Arguments, backend: str | None = None) -> Outputs:
 def reference(arguments: Arguments) -> Outputs:
     packed = arguments["packed"]
     lses: list[Tensor] = [x.transpose(0, 1) if packed else x for x in arguments["lses"]]
-    out, lse = reference_attention.merge_attention(arguments["outs"], lses)
+    out, lse = oracle.merge_attention(arguments["outs"], lses)
     return {"out": out, "lse": lse.transpose(0, 1) if packed else lse}
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.cases.row_inputs import QUICK, column_weight, rows
 from headwise.reference.rms_norm import rms_norm
 from headwise.testing import Arguments, Case, Maker, Outputs, Suite
 
@@ -18,18 +18,10 @@ def make(
     weight_offset: float = 0.0,
     weight: str = "as x",  # or "float32", "none"
     scale: float = 1.0,
-    layout: str = "contiguous",  # or "strided" (every second column), "turned" (leading dimensions exchanged)
+    layout: str = "contiguous",
 ) -> Arguments:
-    if layout == "strided":
-        x = maker.normal(*shape[:-1], 2 * shape[-1], scale=scale)[..., ::2]
-    elif layout == "turned":
-        x = maker.normal(shape[1], shape[0], *shape[2:], scale=scale).transpose(0, 1)
-    else:
-        x = maker.normal(*shape, scale=scale)
-    gain: Tensor | None = None
-    if weight != "none":
-        gain = maker.normal(shape[-1], dtype=torch.float32 if weight == "float32" else None)
-        gain = (gain * 0.5 + 1 - weight_offset).to(gain.dtype)
+    x = rows(maker, shape, layout, scale)
+    gain = column_weight(maker, shape[-1], weight, 1 - weight_offset)
     return {"x": x, "weight": gain, "eps": eps, "weight_offset": weight_offset}
 
 
@@ -46,36 +38,28 @@ def explicit(arguments: Arguments, outputs: Outputs, grads: dict[str, Tensor], b
     return {"x": dx} if dweight is None else {"x": dx, "weight": dweight}
 
 
-QUICK = frozenset({"quick"})
-
-SUITE = Suite(
-    op="rms_norm",
-    cases=(
-        Case("width 1", {"shape": (5, 1)}, QUICK),
-        Case("width 111", {"shape": (7, 111)}, QUICK),
-        Case("width 128, three dims", {"shape": (3, 5, 128)}, QUICK),
-        Case("width 4096", {"shape": (33, 4096)}, QUICK),
-        Case("width 50257", {"shape": (3, 50257)}),
-        Case("many rows", {"shape": (4, 1500, 96)}),
-        Case("many rows and wide", {"shape": (700, 2048)}),
-        Case("one row", {"shape": (320,)}, QUICK),
-        Case("no weight", {"shape": (9, 130), "weight": "none"}, QUICK),
-        Case("no weight, many rows", {"shape": (2000, 300), "weight": "none"}),
-        Case("weight in float32", {"shape": (40, 257), "weight": "float32"}, QUICK),
-        Case("weight offset 1", {"shape": (40, 200), "weight_offset": 1.0}, QUICK),
-        Case("weight offset 1 in float32", {"shape": (600, 640), "weight_offset": 1.0, "weight": "float32"}),
-        Case("large eps", {"shape": (12, 96), "eps": 0.5}, QUICK),
-        Case("small values", {"shape": (12, 96), "scale": 1e-3}, QUICK),
-        Case("large values", {"shape": (12, 96), "scale": 200.0}, QUICK),
-        Case("every second column", {"shape": (6, 5, 77), "layout": "strided"}, QUICK),
-        Case("leading dims turned", {"shape": (6, 5, 77), "layout": "turned"}, QUICK),
-        Case("leading dims turned, many rows", {"shape": (30, 50, 1024), "layout": "turned"}),
-        Case("no rows", {"shape": (0, 16)}, QUICK),
-        Case("no columns", {"shape": (4, 0)}, QUICK),
-    ),
-    make=make,
-    run=run,
-    reference=reference,
-    explicit=explicit,
-    differentiable=("x", "weight"),
+CASES = (
+    Case("width 1", {"shape": (5, 1)}, QUICK),
+    Case("width 111", {"shape": (7, 111)}, QUICK),
+    Case("width 128, three dims", {"shape": (3, 5, 128)}, QUICK),
+    Case("width 4096", {"shape": (33, 4096)}, QUICK),
+    Case("width 50257", {"shape": (3, 50257)}),
+    Case("many rows", {"shape": (4, 1500, 96)}),
+    Case("many rows and wide", {"shape": (700, 2048)}),
+    Case("one row", {"shape": (320,)}, QUICK),
+    Case("no weight", {"shape": (9, 130), "weight": "none"}, QUICK),
+    Case("no weight, many rows", {"shape": (2000, 300), "weight": "none"}),
+    Case("weight in float32", {"shape": (40, 257), "weight": "float32"}, QUICK),
+    Case("weight offset 1", {"shape": (40, 200), "weight_offset": 1.0}, QUICK),
+    Case("weight offset 1 in float32", {"shape": (600, 640), "weight_offset": 1.0, "weight": "float32"}),
+    Case("large eps", {"shape": (12, 96), "eps": 0.5}, QUICK),
+    Case("small values", {"shape": (12, 96), "scale": 1e-3}, QUICK),
+    Case("large values", {"shape": (12, 96), "scale": 200.0}, QUICK),
+    Case("every second column", {"shape": (6, 5, 77), "layout": "strided"}, QUICK),
+    Case("leading dims turned", {"shape": (6, 5, 77), "layout": "turned"}, QUICK),
+    Case("leading dims turned, many rows", {"shape": (30, 50, 1024), "layout": "turned"}),
+    Case("no rows", {"shape": (0, 16)}, QUICK),
+    Case("no columns", {"shape": (4, 0)}, QUICK),
 )
+
+SUITE = Suite("rms_norm", CASES, make, run, reference, explicit=explicit, differentiable=("x", "weight"))

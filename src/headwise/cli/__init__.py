@@ -1,22 +1,25 @@
-"""The command line: ``headwise env | explain | check | bench | tune | tour | demo | view | web``.
+"""The command line: ``headwise env | explain | check | bench | tune | tour | demo | view | web | run``.
 
-One module per subcommand, each with ``add_parser(subparsers)`` and ``run(args) -> int`` (the exit code). Only the
-module of the subcommand asked for is imported.
+One module per subcommand, each with ``add_arguments(parser)`` and ``run(args) -> int`` (the exit code). Only the module
+of the subcommand asked for is imported; its docstring is the description in its help.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import io
 import sys
+import textwrap
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import headwise
 from headwise.cli._terminal import UsageError
 
-# The module of the same name in this package -> what it is for.
+# Command, which is also the name of its module -> what it is for.
 COMMANDS = {
     "env": "this machine: hardware, versions, and which backends run or why not",
     "explain": "every backend's verdict on a call, and which one is chosen",
@@ -27,9 +30,10 @@ COMMANDS = {
     "demo": "train a small transformer, let it speak, and look at its attention",
     "view": "open the report of a demo",
     "web": "serve the page that runs the kernels in a browser",
+    "run": "run a program whose import of flash_attn finds Headwise",
 }
 
-OK, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+BAD_USAGE, INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,15 +57,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parser(command: str | None) -> tuple[argparse.ArgumentParser, ModuleType | None]:
-    parser = argparse.ArgumentParser(prog="headwise", description=headwise.__doc__)
+class _Formatter(argparse.HelpFormatter):
+    """Keeps the paragraphs of a description apart, and names with a hyphen together."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(super(_Formatter, self)._fill_text(p, width, indent) for p in text.split("\n\n"))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports unknown options of a subcommand with its own usage; argparse would show that of the main parser."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, formatter_class=_Formatter)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+
+def _parser(command: str | None) -> tuple[_Parser, ModuleType | None]:
+    parser = _Parser(prog="headwise", description=headwise.__doc__)
     parser.add_argument("--version", action="version", version=f"headwise {headwise.__version__}")
     subparsers = parser.add_subparsers(metavar="command", title="commands")
     module = None
     for name, summary in COMMANDS.items():
         if name == command:
             module = importlib.import_module(f"headwise.cli.{name}")
-            module.add_parser(subparsers)
+            module.add_arguments(subparsers.add_parser(name, help=summary, description=_description(module)))
         else:
             subparsers.add_parser(name, help=summary)
     return parser, module
+
+
+def _description(module: ModuleType) -> str:
+    """The docstring of a command's module, without its name and without markup."""
+    _, _, text = inspect.cleandoc(module.__doc__ or "").partition(": ")
+    return text[:1].upper() + text[1:].replace("`", "")

@@ -1,8 +1,9 @@
-"""What the subcommands share: the console, tables, JSON, and the way to say that a command was used wrongly."""
+"""What the subcommands share: the console, tables, JSON, and the error for wrong usage."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# Width where there is no terminal to ask: a file or a pipe.
+# The width of a file or a pipe.
 _PIPE_WIDTH = 120
 
 DTYPES = {
@@ -25,22 +26,24 @@ _DTYPE_NICKNAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "f64
 
 
 class UsageError(Exception):
-    """The command line asks for something that is not there. The message says what and why; exit code 2."""
+    """The command line asks for something that does not exist. The message says what and why; exit code 2."""
 
 
 def console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    """As wide as the terminal, or as COLUMNS says."""
+    width = None if sys.stdout.isatty() else shutil.get_terminal_size((_PIPE_WIDTH, 25)).columns
+    return Console(highlight=False, width=width)
 
 
 def progress_console() -> Console:
-    """Standard error: the progress bar stays out of what a pipe reads."""
+    """Standard error: a pipe does not get the progress bar."""
     return Console(stderr=True)
 
 
 def table(*columns: str, title: str | None = None) -> Table:
     made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
     for column in columns:
-        made.add_column(column)
+        made.add_column(column, overflow="fold")  # long words are wrapped, not cut
     return made
 
 

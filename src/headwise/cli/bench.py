@@ -31,11 +31,12 @@ from headwise.cli import _terminal, env
 from headwise.ops._checks import short
 
 DEFAULT_FOLDER = Path("bench/results")
+_WIDE = 110  # columns of a terminal with room for the whole table
+_LEFT_OUT = ("20–80 %", "extra MiB")  # in narrower terminals
 _BRIEF_DIRECTION = {"forward": "fwd", "backward": "bwd", "forward+backward": "fwd+bwd"}
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("bench", help="measure speed and memory", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", default="cpu", help=f"one of: {', '.join(SUITES)} (default: cpu)")
     parser.add_argument("--group", action="append", metavar="NAME", help="only this group (may be repeated)")
     parser.add_argument("--filter", metavar="TEXT", help="only cases whose name has every word of TEXT")
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             result = run_case(case, suite, plan, judged=not args.quick)
             results.append(result)
             rows += report.rows(result, suite.name, short(case.dtype or suite.dtype), machine, args.quick)
-            if path is not None:  # after every case: a run that is cut short leaves what it has
+            if path is not None:  # after every case: an interrupted run keeps its results
                 report.write_csv(path, rows, known)
     written = [path] if path is not None else []
     if args.plot is not None and _plot(rows, args.plot):
@@ -229,7 +230,7 @@ def _print(
         console.print(Text("Quick sizes: these numbers say that the harness runs, and nothing about speed.", "yellow"))
     for group in dict.fromkeys(result.case.group for result in results):
         of_group = [result for result in results if result.case.group == group]
-        console.print(_table(group, of_group, in_tera=suite.device != "cpu"))
+        console.print(_table(group, of_group, suite.device != "cpu", console.width < _WIDE))
     for result in results:
         if result.status != "ok":
             console.print(Text.assemble((f"✗ {result.case.key}: {result.status}: ", "red"), result.detail))
@@ -244,24 +245,25 @@ def _print(
         console.print(Text(f"wrote {path}", "dim"))
 
 
-def _table(group: str, results: list[CaseResult], in_tera: bool) -> Table:
-    """The results of one group. The units stand in the header: within a group they are the same."""
+def _table(group: str, results: list[CaseResult], in_tera: bool, narrow: bool) -> Table:
+    """The results of one group. The unit in the header is that of the whole group."""
     unit = 1e12 if in_tera else 1e9
     rate = ("T" if in_tera else "G") + ("FLOP/s" if results[0].case.counts_flops else "B/s")
     columns = ("", "case", "", "ours ms", rate, "peer", "theirs ms", "ratio", "20–80 %", "extra MiB", "target")
-    table = _terminal.table(*columns, title=group)
+    shown = [name for name in columns if not (narrow and name in _LEFT_OUT)]
+    table = _terminal.table(*shown, title=group)
     table.padding = (0, 1, 0, 0)
-    for column in (3, 4, 6, 7, 8, 9):
-        table.columns[column].justify = "right"
-        table.columns[column].no_wrap = True
+    for column, name in zip(table.columns, shown, strict=True):
+        column.no_wrap = name not in ("case", "target")
+        column.justify = "left" if name in ("", "case", "peer", "target") else "right"
     for result in results:
         for cells in _cells(result, unit):
-            table.add_row(*cells)
+            table.add_row(*(cell for name, cell in zip(columns, cells, strict=False) if name in shown))
     return table
 
 
 def _cells(result: CaseResult, unit: float) -> Iterator[tuple[str | Text, ...]]:
-    """The lines of one case: one per peer; ours stands in the first."""
+    """The lines of one case: one per peer; ours is in the first."""
     case = result.case
     ours = result.measurement(OURS)
     if result.status != "ok" or ours is None:
@@ -313,6 +315,8 @@ def _print_summary(console: Console, results: list[CaseResult]) -> None:
     console.print(Text.assemble(*parts))
     legend = "ratio = their time / ours, median over paired rounds; extra = memory beyond the inputs, ours : theirs"
     console.print(Text(legend, "dim"))
+    if console.width < _WIDE:
+        console.print(Text(f"too narrow for: {', '.join(_LEFT_OUT)} (--json has them)", "dim"))
 
 
 def _print_list(cases: list[BenchCase], as_json: bool) -> None:
@@ -338,7 +342,7 @@ def _colour(verdicts: list[Verdict]) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits, and never an exponent."""
+    """Three digits, without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -354,5 +358,5 @@ def _as_json(
         "machine": asdict(machine),
         "targets": {outcome: outcomes.count(outcome) for outcome in ("met", "missed", "not judged")},
         "written": [str(path) for path in written],
-        "results": [{name: finite(value) for name, value in asdict(row).items()} for row in rows],
+        "results": [{name: finite(getattr(row, name)) for name in report.COLUMNS} for row in rows],
     }

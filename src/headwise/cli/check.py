@@ -40,7 +40,7 @@ class Job(NamedTuple):
     backend: str
     case: Case
     dtype: torch.dtype
-    # "shorter": no gradient arrives at side outputs such as an lse, which lets backends take a shorter way
+    # "shorter": as eager, but side outputs such as an lse get no gradient, so that backends do less
     mode: str  # "eager": gradients by autograd; "explicit": by the *_backward op; "compiled": through torch.compile
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Worst(NamedTuple):
 
 @dataclass
 class Tally:
-    """What came of one op on one backend."""
+    """The results of one op on one backend."""
 
     op: str
     backend: str
@@ -73,13 +73,12 @@ class Tally:
         self.failures += other.failures
         self.not_supported |= other.not_supported
         self.seconds += other.seconds
-        # "not <=": a NaN is worse than any number
+        # "not <=": NaN counts as the worst
         if other.worst is not None and (self.worst is None or not other.worst.error.usage <= self.worst.error.usage):
             self.worst = other.worst
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("check", help="run the conformance cases on this machine", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", action="append", help="only this backend (may be repeated)")
     parser.add_argument("--op", action="append", help="only this op (may be repeated)")
     parser.add_argument("--dtype", action="append", help="only this dtype (may be repeated)")
@@ -156,7 +155,7 @@ def _backends(names: list[str] | None) -> list[str]:
 
 
 def _not_checked(backend: str) -> str | None:
-    """Why a backend that nobody named is left out."""
+    """Why a backend is left out unless it is named."""
     reason = availability(backend)
     if reason is None and backend == "webgpu":
         from headwise.backends.webgpu import runtime
@@ -213,7 +212,7 @@ def _tally(job: Job, seed: int) -> Tally:
 def _run_one(job: Job, seed: int, tally: Tally) -> None:
     device = next(row.devices[0] for row in BACKENDS if row.name == job.backend)
     if job.mode == "compiled":
-        torch.compiler.reset()  # every case compiles afresh, instead of running into the limit on recompilations
+        torch.compiler.reset()  # otherwise later cases reach the limit on recompilations
     try:
         results = measure(
             job.suite,
@@ -226,7 +225,7 @@ def _run_one(job: Job, seed: int, tally: Tally) -> None:
             without_gradient=job.suite.side_outputs if job.mode == "shorter" else (),
             seed=seed,
         )
-    except Exception as error:  # a crash of one case is a finding, and the other cases still count
+    except Exception as error:  # one case that raises is a failure; the others still run
         reason = _not_supported(error, job.backend)
         if reason is not None:
             tally.not_supported[job.case.name] = reason
@@ -238,7 +237,7 @@ def _run_one(job: Job, seed: int, tally: Tally) -> None:
     for result in results:
         if not result.ok:
             tally.failures.append((job, str(result)))
-        # "not <=": a NaN is worse than any number
+        # "not <=": NaN counts as the worst
         if tally.worst is None or not result.usage <= tally.worst.error.usage:
             tally.worst = Worst(job, result)
 
@@ -250,7 +249,7 @@ def _count(tally: Tally, job: Job) -> None:
 
 
 def _not_supported(error: Exception, backend: str) -> str | None:
-    """The backend's reason, where the registry refused the call because the backend does not cover it."""
+    """The backend's reason, if the registry refused the call because the backend cannot run it."""
     _, refused, reason = str(error).partition(f"backend={backend!r} cannot run this call: ")
     return reason if refused and isinstance(error, Unsupported) else None
 
@@ -347,7 +346,7 @@ def _tally_json(tally: Tally) -> dict[str, Any]:
         worst = {
             **_job_json(tally.worst.job),
             "tensor": error.name,
-            # JSON has no infinity: null is "no budget forgives this", with the problem beside it
+            # JSON has no infinity: null, with the problem beside it
             "usage": error.usage if math.isfinite(error.usage) else None,
             "problem": error.problem or None,
             "error_l2": error.error_l2,

@@ -1,8 +1,8 @@
 """``headwise demo``: train a small byte-level transformer with Headwise's ops, let it speak, and look at its attention.
 
 It trains on Python's own documentation, then trains the first steps again on plain PyTorch ops, generates text with a
-cache, checks that decoding computes what a forward pass does, and leaves a report in a folder: `headwise view` opens it.
-Ctrl-C stops after the current step and still writes all of it; --resume goes on from there.
+cache, checks that decoding computes what a forward pass does, and leaves a report in a folder: `headwise view` opens
+it. Ctrl-C stops after the current step and still writes all of it; --resume goes on from there.
 
 Exit code 1: something failed on the way (disk full, out of memory, decoding over its error budget), the last good
 checkpoint is kept; 2: the command asks for something that is not here; 130: stopped by Ctrl-C.
@@ -37,31 +37,29 @@ from headwise.demo import checkpoint as checkpoints
 from headwise.demo import record, text
 from headwise.demo.attention_sample import LENGTH, attention_sample, passage
 from headwise.demo.generate import check_decoding, generate
-from headwise.demo.model import headwise_ops, plain_ops
+from headwise.demo.model import Headwise, parameter_count
+from headwise.demo.plain import Plain
 from headwise.demo.text import Text, TextError
 from headwise.demo.train import Diverged, Recipe, StopRequest, Training
 
 FAILED, INTERRUPTED = 1, 130
 DEFAULT_FOLDER = Path(record.DEFAULT_FOLDER)
 
-PLAIN_STEPS = 20  # enough to see whether two curves are one, and which is quicker
-_CHECKED_POSITIONS = 160  # two windows and a half
-LAST_STEPS = 20  # the loss at the end is their mean: one step alone says little
+PLAIN_STEPS = 20  # enough to compare the losses and the speed
+_CHECKED_POSITIONS = 160  # two and a half windows
+LAST_STEPS = 20  # the last loss is the mean of these
 _SECONDS_BETWEEN_CHECKPOINTS = 30.0
 _WIDTH_OF_A_CORE = 128
-_WIDEST = 1 << 30  # wider, and sizes no longer fit the numbers that PyTorch counts bytes with
+_WIDEST = 1 << 30  # above, PyTorch's sizes in bytes overflow
 _NEEDED = {"safetensors": "checkpoints", "matplotlib": "pictures", "numpy": "pictures"}
 
 
 class Failed(Exception):
-    """Something gave way while the command ran. The message is one line; exit code 1."""
+    """The command failed while it ran. The message is one line; exit code 1."""
 
 
-def add_parser(subparsers: Any) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Recipe()
-    parser = subparsers.add_parser(
-        "demo", help="train a small transformer", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
     parser.add_argument("--backend", help="whose kernels (default: triton where there is a GPU for it, else cpu)")
     parser.add_argument("--steps", type=int, help=f"of training (default: {default.steps})")
     parser.add_argument("--layers", type=int, help=f"of the model (default: {default.shape.layers})")
@@ -112,7 +110,7 @@ def _run(args: argparse.Namespace) -> int:
 
     device = next(row.devices[0] for row in BACKENDS if row.name == backend)
     with _threads(recipe), stop.listening(teller.stopping):
-        training = Training(recipe, corpus, headwise_ops(backend), device)
+        training = Training(recipe, corpus, Headwise(backend), device)
         if kept is not None:
             training.load(kept.weights, kept.optimizer_state, kept.losses)
             training.seconds, training.tokens_per_second = kept.seconds, kept.tokens_per_second
@@ -123,21 +121,21 @@ def _run(args: argparse.Namespace) -> int:
         with teller.waiting("reading the text that was held out"):
             held_out_loss = training.held_out_loss()
         with teller.waiting("checking that decoding computes what a forward pass does"):
-            decode = check_decoding(training.model, backend, passage(corpus, _CHECKED_POSITIONS))
+            decode = check_decoding(training.model, passage(corpus, _CHECKED_POSITIONS))
         with teller.waiting("speaking"):
-            spoken = generate(training.model, backend, prompt, recipe.context - len(prompt), seed=recipe.seed)
+            spoken = generate(training.model, prompt, recipe.context - len(prompt), seed=recipe.seed)
         with teller.waiting("looking at its attention"):
-            sample = attention_sample(training.model, backend, passage(corpus, LENGTH))
+            sample = attention_sample(training.model, recipe.shape, passage(corpus, LENGTH))
         result = record.Run(
             backend=backend,
             device=device_name,
             versions=_versions(),
             options=recipe.options(),
-            parameters=training.model.parameter_count(),
+            parameters=parameter_count(training.model),
             text=str(corpus),
             seconds=training.seconds,
             interrupted=training.step < recipe.steps,
-            curve=record.Curve(training.model.ops.name, training.losses, training.tokens_per_second),
+            curve=record.Curve(training.computation.name, training.losses, training.tokens_per_second),
             plain=plain,
             prompt=prompt.decode(errors="replace"),
             generated=spoken.decode(errors="replace"),
@@ -162,7 +160,7 @@ def _backend(name: str | None) -> str:
     known = [row.name for row in BACKENDS]
     name = name or settings.backend
     if name is None:
-        # WebGPU only when it is named: tensors go to it and back for every op, and its adapter may be software.
+        # WebGPU only if it is named: every op copies its tensors to it and back, and its adapter may be software.
         return "triton" if availability("triton") is None else "cpu"
     if name not in known:
         raise _terminal.UsageError(f"--backend {name} is not known; there are: {', '.join(known)}")
@@ -180,7 +178,7 @@ def _corpus(paths: list[Path] | None) -> Text:
 
 
 def _recipe(args: argparse.Namespace, kept: checkpoints.Checkpoint | None, corpus: Text) -> Recipe:
-    """The defaults, or what the checkpoint was made with, and then what the command line says."""
+    """The defaults or the options of the checkpoint, overridden by the command line."""
     asked = {
         name: getattr(args, name) for name in ("steps", "layers", "width", "seed") if getattr(args, name) is not None
     }
@@ -220,7 +218,7 @@ def _prompt(given: str | None, corpus: Text, recipe: Recipe) -> bytes:
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # said now, and not after the training
+        with tempfile.TemporaryFile(dir=folder):  # fails now, not after the training
             pass
     except OSError as error:
         raise _terminal.UsageError(f"--out {folder} cannot be written to: {error.strerror or error}") from error
@@ -247,10 +245,10 @@ def _versions() -> dict[str, str]:
 
 @contextmanager
 def _threads(recipe: Recipe) -> Iterator[None]:
-    """Within the block PyTorch uses as many cores as the model is worth, of those it would use.
+    """Within the block PyTorch uses no more threads than help a model of this width.
 
-    The default model has operations of a tenth of a millisecond. A second core makes it 1.4 times as fast where nothing
-    else runs; where something does, each operation waits for the core that is busy, and the run takes five times as long.
+    An operation of the default model takes a tenth of a millisecond. On an idle machine a second core makes it 1.4
+    times as fast; on a busy one each operation waits for the slower core, and the run takes five times as long.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, recipe.shape.width // _WIDTH_OF_A_CORE)))
@@ -278,9 +276,9 @@ def _train(training: Training, backend: str, folder: Path, stop: StopRequest, te
         checkpoints.write(training, backend, path)
 
 
-def _train_plain(recipe: Recipe, corpus: Text, device: str, stop: StopRequest, teller: _Teller) -> record.Curve | None:
+def _train_plain(recipe: Recipe, corpus: Text, device: str, stop: StopRequest, teller: _Teller) -> record.Curve:
     """The first steps of the same model, from the same weights, on plain PyTorch ops."""
-    training = Training(recipe, corpus, plain_ops(), device)
+    training = Training(recipe, corpus, Plain(), device)
     steps = min(PLAIN_STEPS, recipe.steps)
 
     def after_step(now: Training) -> bool:
@@ -289,7 +287,7 @@ def _train_plain(recipe: Recipe, corpus: Text, device: str, stop: StopRequest, t
 
     with teller.training(training, steps):
         training.run(steps, after_step)
-    return record.Curve(training.model.ops.name, training.losses, training.tokens_per_second)
+    return record.Curve(training.computation.name, training.losses, training.tokens_per_second)
 
 
 def _write(result: record.Run, sample: record.AttentionSample, folder: Path) -> list[Path]:
@@ -316,7 +314,7 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 class _Teller:
-    """Tells the story: results on standard output, progress on standard error where somebody is looking."""
+    """Prints results to standard output, and progress to standard error if that is a terminal."""
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
@@ -334,7 +332,7 @@ class _Teller:
         about.add_row("text", Styled(_printable(str(training.text))))
         about.add_row(
             "model",
-            f"{training.model.parameter_count():,} parameters · {shape.layers} layers, window {shape.window} and "
+            f"{parameter_count(training.model):,} parameters · {shape.layers} layers, window {shape.window} and "
             f"global in turn · {shape.query_heads} query heads on {shape.key_heads} key heads",
         )
         about.add_row(
@@ -364,7 +362,7 @@ class _Teller:
         )  # fmt: skip
         with Progress(*columns, console=self.errors, transient=True) as self._progress:
             self._task = self._progress.add_task(
-                training.model.ops.name, total=until, completed=training.step, loss="–", speed="–"
+                training.computation.name, total=until, completed=training.step, loss="–", speed="–"
             )
             yield
         self._progress = self._task = None
@@ -412,7 +410,7 @@ class _Teller:
 
 
 def _to_go_on(args: argparse.Namespace) -> str:
-    """The command that resumes. What a checkpoint does not hold is said again: text, backend, prompt."""
+    """The command that resumes, with the options that a checkpoint does not hold: text, backend, prompt."""
     words = ["headwise", "demo", "--resume"]
     if args.out != DEFAULT_FOLDER:
         words += ["--out", str(args.out)]
@@ -440,7 +438,7 @@ def _resumed(kept: checkpoints.Checkpoint, recipe: Recipe, backend: str) -> str:
 
 def _results(result: record.Run) -> Table:
     curves = [curve for curve in (result.curve, result.plain) if curve is not None]
-    common = min(len(curve.losses) for curve in curves)  # the last step that all of them made
+    common = min(len(curve.losses) for curve in curves)  # the last step that both made
     table = _terminal.table("", "first loss", f"loss at step {common:,}", "last loss", "bytes/s")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -474,7 +472,7 @@ def _verdict(decode: record.DecodeCheck) -> Styled:
 
 
 def _printable(spoken: str) -> str:
-    """A byte-level model may say anything, and a terminal would act on some of it."""
+    """Replaces control characters: a byte-level model may write any, and a terminal would act on them."""
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in spoken)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import platform
 import subprocess
@@ -15,15 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 import headwise
-from headwise.backends.registry import BACKENDS, availability
+from headwise.backends.registry import BACKENDS, availability, module_of
 from headwise.cli import _terminal
 from headwise.config import settings
+from headwise.ops._op import OPS
 
 PACKAGES = ("torch", "triton", "wgpu", "jinja2", "numpy", "transformers")
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("env", help="this machine", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
@@ -52,7 +53,7 @@ def describe() -> dict[str, Any]:
         "webgpu": _webgpu(),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "backends": backends(),
-        "settings": {"backend": settings.backend, "validate": settings.validate},
+        "settings": {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.init},
     }
 
 
@@ -68,6 +69,7 @@ def _webgpu() -> dict[str, Any]:
 
 def backends() -> list[dict[str, Any]]:
     rows = []
+    launchers = sorted({name for op in OPS.values() for name in (op.launcher, *op.backward_launchers)})
     for row in BACKENDS:
         reason = availability(row.name)
         rows.append(
@@ -77,7 +79,7 @@ def backends() -> list[dict[str, Any]]:
                 "reason": reason,
                 "devices": list(row.devices),
                 "automatic_for": list(row.automatic_for),
-                "kernels": sorted(row.rules.LAUNCHERS),
+                "kernels": [name for name in launchers if module_of(row.name, name) is not None],
             }
         )
     return rows
@@ -101,10 +103,9 @@ def _print(facts: dict[str, Any]) -> None:
         about.add_row("webgpu", line)
     for name, version in facts["versions"].items():
         about.add_row(name, version or Text("not installed", "dim"))
-    if facts["settings"]["backend"]:
-        about.add_row("HEADWISE_BACKEND", facts["settings"]["backend"])
-    if facts["settings"]["validate"]:
-        about.add_row("HEADWISE_VALIDATE", "1")
+    for name, value in facts["settings"].items():
+        if value:
+            about.add_row("setting", f"{name} = {value}")
 
     console.print(f"[bold]headwise {facts['headwise']}[/bold]\n")
     console.print(about)
@@ -155,7 +156,7 @@ def _cpu_model() -> str:
 
 
 def _usable_cores() -> int:
-    """The cores this process may run on, which a container may make fewer than the machine has."""
+    """The cores this process may run on: in a container often fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

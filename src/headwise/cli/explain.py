@@ -1,6 +1,7 @@
 """``headwise explain OP``: every backend's verdict on a call of these sizes and flags, and which one is chosen.
 
-No tensor is allocated: the op's own checks see tensors of the meta device, the backends see the device asked for.
+No tensor is allocated: the op's own checks see tensors of the meta device, the backends see the device asked for. The
+exit code is 1 where no backend runs the call.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import torch
 from rich.text import Text
 from torch import Tensor
 
+from headwise.backends.registry import ARCHITECTURES
+from headwise.cases import SUITES
 from headwise.cli import _terminal
 from headwise.ops import _explain
+from headwise.testing import maker_of
 
 
 class Inputs(NamedTuple):
@@ -41,11 +45,23 @@ class Described(NamedTuple):
     defaults: dict[str, int] = {}  # noqa: RUF012  # where they differ from _SIZES
 
 
+def _of_case(make: Inputs, o: argparse.Namespace) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    suite = SUITES[o.op]
+    if o.case not in (None, *(case.name for case in suite.cases)):
+        raise ValueError(f"--case {o.case} is not known; there are: {', '.join(case.name for case in suite.cases)}")
+    case = suite.cases[0] if o.case is None else suite.case(o.case)
+    made = suite.make(maker_of(suite, case, make.dtype), **case.params)
+    for name, x in made.items():
+        if isinstance(x, Tensor):
+            made[name] = x.to("meta").requires_grad_(make.gradient and name in suite.differentiable)
+    return (), made
+
+
 def _attention(make: Inputs, o: argparse.Namespace) -> tuple[tuple[Any, ...], dict[str, Any]]:
     q = make.floats(o.b, o.hq, o.sq, o.d)
     k = make.floats(o.b, o.hk, o.sk, o.d)
     v = make.floats(o.b, o.hk, o.sk, o.dv)
-    return (q, k, v), {**_score_flags(make, o), **_dense_flags(make, o), "deterministic": o.deterministic or None}
+    return (q, k, v), {**_score_flags(make, o), **_dense_flags(make, o), "deterministic": o.deterministic}
 
 
 def _attention_probs(make: Inputs, o: argparse.Namespace) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -59,13 +75,13 @@ def _attention_varlen(make: Inputs, o: argparse.Namespace) -> tuple[tuple[Any, .
     k = make.floats(o.b * o.sk, o.hk, o.d)
     v = make.floats(o.b * o.sk, o.hk, o.dv)
     offsets = make.ints(o.b + 1), make.ints(o.b + 1)
-    flags = {**_score_flags(make, o), "causal": o.causal, "deterministic": o.deterministic or None}
+    flags = {**_score_flags(make, o), "causal": o.causal, "deterministic": o.deterministic}
     return (q, k, v, *offsets, o.sq, o.sk), flags
 
 
 def _attention_decode(make: Inputs, o: argparse.Namespace) -> tuple[tuple[Any, ...], dict[str, Any]]:
     q = make.floats(o.b, o.hq, o.sq, o.d)
-    flags = _score_flags(make, o)
+    flags = {**_score_flags(make, o), "kv_starts": make.ints(o.b) if o.kv_starts else None}
     if o.page_size is None:
         k, v = make.floats(o.b, o.hk, o.sk, o.d), make.floats(o.b, o.hk, o.sk, o.dv)
     else:
@@ -105,7 +121,8 @@ def _transpose(make: Inputs, o: argparse.Namespace) -> tuple[tuple[Any, ...], di
 def _score_flags(make: Inputs, o: argparse.Namespace) -> dict[str, Any]:
     """What every attention op but merge takes."""
     sink = make.floats(o.hq, dtype=torch.float32) if o.sink else None
-    return {"window": o.window, "scale": o.scale, "softcap": o.softcap, "sink": sink}
+    flags = {"window": o.window, "scale": o.scale, "softcap": o.softcap, "sink": sink}
+    return flags | {"dropout": o.dropout} if getattr(o, "dropout", None) is not None else flags
 
 
 def _dense_flags(make: Inputs, o: argparse.Namespace) -> dict[str, Any]:
@@ -113,18 +130,21 @@ def _dense_flags(make: Inputs, o: argparse.Namespace) -> dict[str, Any]:
         "causal": o.causal,
         "mask": make.bools(1, 1, o.sq, o.sk) if o.mask else None,
         "bias": make.floats(1, o.hq, o.sq, o.sk) if o.bias else None,
-        "kv_lengths": make.ints(o.b) if o.kv_lengths else None,
+        **{name: make.ints(o.b) if getattr(o, name) else None for name in _LENGTHS},
     }
 
 
 _HEADS = ("b", "hq", "hk", "sq", "sk", "d", "dv")
 _SCORES = ("window", "scale", "softcap", "sink")
-_DENSE = ("causal", *_SCORES, "mask", "bias", "kv_lengths")
+_LENGTHS = ("kv_lengths", "q_lengths", "kv_starts")
+_DENSE = ("causal", *_SCORES, "dropout", "mask", "bias", *_LENGTHS)
 
 OPS = {
     "attention": Described((*_HEADS, *_DENSE, "deterministic"), _attention),
-    "attention_varlen": Described((*_HEADS, "causal", *_SCORES, "deterministic"), _attention_varlen),
-    "attention_decode": Described((*_HEADS, *_SCORES, "page_size"), _attention_decode, {"sq": 1, "sk": 4096}),
+    "attention_varlen": Described((*_HEADS, "causal", *_SCORES, "dropout", "deterministic"), _attention_varlen),
+    "attention_decode": Described(
+        (*_HEADS, *_SCORES, "kv_starts", "page_size"), _attention_decode, {"sq": 1, "sk": 4096}
+    ),
     "attention_probs": Described((*_HEADS[:-1], *_DENSE), _attention_probs),
     "merge_attention": Described(("b", "hq", "sq", "d", "dv"), _merge_attention),
     "rms_norm": Described(("n", "d"), _rms_norm),
@@ -133,15 +153,17 @@ OPS = {
     "cross_entropy": Described(("n", "v", "softcap"), _cross_entropy),
     "transpose": Described(("n", "d"), _transpose),
 }
+# An op without a row of its own is described by a case of its suite.
+OPS |= {op: Described(("case",), _of_case) for op in SUITES if op not in OPS}
 
 _SIZES: dict[str, tuple[int | None, str]] = {
     "b": (1, "batch"),
     "hq": (8, "query heads"),
-    "hk": (None, "key heads (as many as query heads)"),
+    "hk": (None, "key heads (default: as many as query heads)"),
     "sq": (1024, "queries"),
-    "sk": (None, "keys (as many as queries)"),
+    "sk": (None, "keys (default: as many as queries)"),
     "d": (64, "head dim of q and k; features of a row"),
-    "dv": (None, "head dim of v (as d)"),
+    "dv": (None, "head dim of v (default: that of q and k)"),
     "n": (4096, "rows"),
     "v": (32000, "vocabulary; length of a row"),
     "page_size": (None, "the cache is paged, with pages of this many keys"),
@@ -151,14 +173,19 @@ _SWITCHES = {
     "mask": "with a bool mask (Sq, Sk)",
     "bias": "with a bias (Hq, Sq, Sk)",
     "kv_lengths": "with a number of keys per batch entry",
+    "q_lengths": "with a number of queries per batch entry",
+    "kv_starts": "with a first key per batch entry",
     "sink": "with a sink logit per head",
-    "deterministic": "the same bits in every run",
 }
-_NUMBERS = {"scale": "default 1/sqrt(D)", "softcap": "c · tanh(s / c)"}
+_GPUS = ", ".join(ARCHITECTURES)
+_NUMBERS = {
+    "scale": "of the logits (default: 1/sqrt(D))",
+    "softcap": "c · tanh(s / c)",
+    "dropout": "chance with which a probability is dropped",
+}
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("explain", help="every backend's verdict on a call", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     ops = parser.add_subparsers(metavar="op", dest="op", required=True, title="ops")
     for name, described in OPS.items():
         _add_options(ops.add_parser(name, help=f"a call of headwise.{name}"), described)
@@ -166,7 +193,10 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_options(parser: argparse.ArgumentParser, described: Described) -> None:
     parser.add_argument("--dtype", default="float32", help="float32, float16, bfloat16, float64; f32, bf16, …")
-    parser.add_argument("--device", default="cpu", help="where the tensors are: cpu (the default), cuda, …")
+    parser.add_argument("--device", help="where the tensors are: cpu (the default), cuda, webgpu")
+    parser.add_argument(
+        "--arch", choices=ARCHITECTURES, metavar="ARCH", help=f"on a GPU that need not be here: {_GPUS}"
+    )
     parser.add_argument("--gradient", action="store_true", help="the inputs require gradients")
     parser.add_argument("--backend", help="ask for this backend by name")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
@@ -175,9 +205,14 @@ def _add_options(parser: argparse.ArgumentParser, described: Described) -> None:
         if option in _SIZES:
             default, meaning = _SIZES[option]
             default = described.defaults.get(option, default)
-            parser.add_argument(flag, type=_size, default=default, metavar="N", help=meaning)
+            told = f"{meaning.partition(' (')[0]} (default: {default})" if default is not None else meaning
+            parser.add_argument(flag, type=_size, default=default, metavar="N", help=told)
         elif option in _SWITCHES:
             parser.add_argument(flag, action="store_true", help=_SWITCHES[option])
+        elif option == "case":
+            parser.add_argument(flag, metavar="NAME", help="a case of headwise check (default: the first one)")
+        elif option == "deterministic":
+            parser.add_argument("--no-deterministic", dest=option, action="store_false", help="allow sums in any order")
         elif option in _NUMBERS:
             parser.add_argument(flag, type=float, metavar="X", help=_NUMBERS[option])
         else:
@@ -186,19 +221,20 @@ def _add_options(parser: argparse.ArgumentParser, described: Described) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _fill_defaults(args)
+    if args.arch and args.device not in (None, "cuda"):
+        raise _terminal.UsageError(f"--arch {args.arch} is a GPU of --device cuda, not of {args.device}")
     inputs = Inputs(_terminal.dtype(args.dtype), args.gradient)
     try:
         positional, keywords = OPS[args.op].arguments(inputs, args)
-        call = _explain.describe(args.op, *positional, **keywords)
-    except (TypeError, ValueError) as error:  # the op refuses such a call
+        described = _explain.describe(args.op, *positional, **keywords, backend=args.backend)
+        explanation = _explain.judge(described, args.device or "cpu", args.arch)
+    except (TypeError, ValueError) as error:  # the op refuses such a call, or there is no such backend
         raise _terminal.UsageError(str(error)) from error
-    arguments = _explain.named(args.op, *positional, **keywords)
-    explanation = _explain.judge(call._replace(device=args.device), args.backend, arguments)
     if args.json:
         _terminal.print_json(explanation.to_json())
     else:
         _print(explanation)
-    return 0
+    return 0 if explanation.chosen is not None else 1
 
 
 def _print(explanation: _explain.Explanation) -> None:
@@ -212,9 +248,13 @@ def _print(explanation: _explain.Explanation) -> None:
     if explanation.chosen is not None:
         console.print(f"Runs on [bold green]{explanation.chosen}[/bold green].")
         if explanation.note is not None:
-            console.print(Text(explanation.note))
+            console.print(Text(explanation.note.replace("; ", "\n")))
     else:
         console.print(Text(f"ValueError: {explanation.error}", "red"))
+        if explanation.call.device == "cuda" and explanation.call.arch is None:
+            console.print(Text(f"For a GPU that is not here: --arch {_GPUS}", "dim"))
+    if explanation.hint is not None:
+        console.print(Text(f"Note: {explanation.hint}", "yellow"))
 
 
 def _fill_defaults(args: argparse.Namespace) -> None:

@@ -32,14 +32,15 @@ STEPS = (
         import headwise as hw
 
         q = torch.randn(1, 8, 1024, 64, requires_grad=True)  # (B, Hq, Sq, D)
-        k, v = torch.randn(2, 1, 2, 1024, 64)                # (B, Hk, Sk, D): 2 key heads for 8 query heads
-        out, lse = hw.attention(q, k, v, causal=True, window=(127, 0), return_lse=True)
+        k, v = torch.randn(2, 1, 2, 1024, 64)  # (B, Hk, Sk, D): 2 key heads
+        flags = {"causal": True, "window": (127, 0)}
+        out, lse = hw.attention(q, k, v, **flags, return_lse=True)
         out.sum().backward()
         out.shape, lse.shape, q.grad.shape
         """,
     ),
     Step(
-        "A query that may see nothing gives zeros and an lse of -inf: never NaN",
+        "A query that may see nothing gives zeros, never NaN",
         """
         lengths = torch.tensor([0])  # no key exists for this batch entry
         out, lse = hw.attention(q, k, v, kv_lengths=lengths, return_lse=True)
@@ -51,12 +52,13 @@ STEPS = (
         """
         k_cache, v_cache = k.clone(), v.clone()
         k_cache[:, :, 700:] = v_cache[:, :, 700:] = torch.nan
-        token = hw.attention_decode(q[:, :, 0].detach(), k_cache, v_cache, torch.tensor([700]))
+        query, lengths = q[:, :, 0].detach(), torch.tensor([700])
+        token = hw.attention_decode(query, k_cache, v_cache, lengths)
         token.shape, token.isfinite().all().item()
         """,
     ),
     Step(
-        "Parts of the keys, merged: the same as attention over all of them",
+        "Two halves of the keys, merged: the same as attention over all of them",
         """
         out_1, lse_1 = hw.attention(q, k[:, :, :300], v[:, :, :300], return_lse=True)
         out_2, lse_2 = hw.attention(q, k[:, :, 300:], v[:, :, 300:], return_lse=True)
@@ -76,7 +78,8 @@ STEPS = (
         "The probabilities of the last query, with a sink that takes its share",
         """
         x = torch.randn(1, 1, 6, 16)
-        hw.attention_probs(x, x, rows=[-1], causal=True, window=(3, 0), sink=torch.zeros(1))
+        sink = torch.zeros(1)
+        hw.attention_probs(x, x, rows=[-1], window=(3, 0), sink=sink)
         """,
     ),
     Step(
@@ -114,8 +117,7 @@ STEPS = (
 )
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("tour", help="a short tour of the ops", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 

@@ -24,7 +24,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from headwise.backends.triton import tile_sizes
-from headwise.backends.triton.tile_sizes import Tile
+from headwise.backends.triton.gpu import facts
+from headwise.backends.triton.tile_sizes import AttentionTile
 from headwise.benchmark import tuning
 from headwise.benchmark.tuning import Outcome, ShapeClass
 from headwise.cli import _terminal, env
@@ -32,8 +33,7 @@ from headwise.cli import _terminal, env
 _DEFAULT_JOBS = 8
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("tune", help="measure tile sizes on this GPU", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", action="append", help=f"only this kernel, of: {', '.join(tuning.KERNELS)}")
     parser.add_argument("--head-dim", action="append", type=int, help="only this head dim (default: 64, 128 and 256)")
     parser.add_argument("--bits", action="append", type=int, choices=tuning.BITS, help="only this width of a number")
@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise _terminal.UsageError("it measures on a GPU, and PyTorch sees none here")
     device = torch.device("cuda", torch.cuda.current_device())
-    architecture = tile_sizes.architecture(device)
+    gpu = facts(torch.cuda.current_device())
+    architecture = gpu.arch
     path: Path = args.out or Path(f"tiles-{architecture}.json")
     measured_on = _measured_on()
     outcomes: list[Outcome] = []
@@ -74,13 +75,13 @@ def run(args: argparse.Namespace) -> int:
             outcome = tuning.tune_class(
                 of,
                 bench,
-                tuning.grid(of, tuning.shared_memory(device), bench.current().parts),
+                tuning.grid(of, gpu.shared_memory, bench.current().bf16x3),
                 tuning.QUICK if args.quick else tuning.EVERYTHING if args.all else tuning.CLIMB,
                 lambda of, tiles: _screened(of, tiles, compilers),
                 lambda: progress.advance(task),
             )
             outcomes.append(outcome)
-            try:  # after every class: what was measured is kept if the rest is not
+            try:  # after every class: an interrupted run keeps its results
                 tuning.write_table(path, architecture, measured_on, _rows([outcome]))
             except (OSError, ValueError) as error:
                 raise _terminal.UsageError(f"--out {path}: {error}") from error
@@ -113,7 +114,7 @@ def _compilers(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
     if jobs <= 0:
         yield None
         return
-    # "spawn": a GPU that is in use does not survive a fork.
+    # "spawn": CUDA does not work in a forked process.
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
     try:
         yield pool
@@ -122,14 +123,16 @@ def _compilers(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
 
 
 def _screened(
-    of: ShapeClass, tiles: list[Tile], compilers: ProcessPoolExecutor | None
-) -> tuple[list[Tile], Counter[str]]:
+    of: ShapeClass, tiles: list[AttentionTile], compilers: ProcessPoolExecutor | None
+) -> tuple[list[AttentionTile], Counter[str]]:
     """The tiles that compile and run, and why the others do not; without compilers, all of them."""
     failed: Counter[str] = Counter()
     if compilers is None:
         return tiles, failed
     try:
-        futures: dict[Tile, Future[str]] = {tile: compilers.submit(tuning.try_small, of, tile) for tile in tiles}
+        futures: dict[AttentionTile, Future[str]] = {
+            tile: compilers.submit(tuning.try_small, of, tile) for tile in tiles
+        }
         working = []
         for tile, future in futures.items():
             reason = future.result()
@@ -139,7 +142,7 @@ def _screened(
                 working.append(tile)
         return working, failed
     except BrokenProcessPool:
-        # A process died and does not say which tile killed it. The measuring process must not try them.
+        # It is not known which tile killed the process, so the measuring process must not try any of them.
         raise _terminal.UsageError(
             f"a compiling process died at {of}; --jobs 0 tries the tiles in this process, one by one"
         ) from None
@@ -200,7 +203,7 @@ def _print(outcomes: list[Outcome], wanted: int, path: Path) -> None:
         console.print(f"wrote {path}; to use it: HEADWISE_TILES={path}")
 
 
-def _brief(tile: Tile) -> str:
+def _brief(tile: AttentionTile) -> str:
     limit = f", {tile.registers} registers" if tile.registers else ""
     twice = ", two passes" if tile.passes == 2 else ""
     return f"{tile.queries} × {tile.keys}, {tile.warps}, {tile.stages}{limit}{twice}"

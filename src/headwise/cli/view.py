@@ -6,18 +6,16 @@ import argparse
 import sys
 import webbrowser
 from pathlib import Path
-from typing import Any
 
 from headwise.cli import _terminal
 from headwise.cli._terminal import UsageError
 from headwise.demo.record import DEFAULT_FOLDER, REPORT, RUN
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("view", help="open the report of a demo", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", metavar="DIR", type=Path, nargs="?", default=Path(DEFAULT_FOLDER),
-        help=f"the folder that `headwise demo --out DIR` wrote to (default: {DEFAULT_FOLDER})",
+        help=f"the folder that headwise demo --out DIR wrote to (default: {DEFAULT_FOLDER})",
     )  # fmt: skip
     parser.add_argument("--no-open", action="store_true", help="say where the report is, open no browser")
     parser.add_argument("--rebuild", action="store_true", help="write the report anew from the files of the run")

@@ -9,21 +9,20 @@ import tempfile
 import time
 import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headwise.cli import _terminal
 from headwise.cli._terminal import UsageError
-from headwise.demo.record import ATTENTION
+from headwise.demo.record import ATTENTION, DEFAULT_FOLDER
 
 if TYPE_CHECKING:
     from headwise.demo.record import AttentionSample
 
-DEFAULT_RUN = Path("headwise-demo")
+DEFAULT_RUN = Path(DEFAULT_FOLDER)
 DEFAULT_PORT = 8321
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("web", help="serve the page that runs the kernels in a browser", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run_folder", metavar="DIR", type=Path, nargs="?",
         help=f"a demo's folder, for its attention maps (default: {DEFAULT_RUN}, if it is there)",
@@ -76,7 +75,7 @@ def _serve(folder: Path, sample: AttentionSample | None, port: int, opens: bool,
 
 
 def _sample(folder: Path | None) -> AttentionSample | None:
-    """What a demo left to look at. A folder that was named must hold some."""
+    """The attention of a demo. A folder that was named must hold some."""
     if folder is None:
         folder = DEFAULT_RUN
         if not (folder / ATTENTION).is_file():

@@ -1,6 +1,6 @@
-"""``checkpoint.safetensors``: weights, the optimizer's moments, the losses so far, and the recipe they follow from.
+"""``checkpoint.safetensors``: weights, the optimizer's moments, the losses so far, and the recipe.
 
-Written under a temporary name and then renamed, so that the last good one stays when the disk is full.
+Written under a temporary name and then renamed: the last good one stays if the disk is full.
 
 ===================================  ================================================================================
 ``model.<parameter>``                a weight
@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.demo.model import Transformer, plain_ops
+from headwise.demo.model import make_model
 from headwise.demo.record import write_whole
 from headwise.demo.train import Recipe, Training
 
-FORMAT = 1
+FORMAT = 2
 _KEY = "headwise demo"
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be read, written, or gone on from. The message says which file and why."""
+    """A checkpoint that cannot be read, written or resumed from. The message says which file and why."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def write(training: Training, backend: str, path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Before a run that begins anew: a checkpoint that is there already gets another name. That name, if there was one."""
+    """Before a new run: rename an existing checkpoint. Returns its new path, or None if there was none."""
     if not path.exists():
         return None
     kept = path.with_name(f"{path.stem}-before{path.suffix}")
@@ -133,9 +133,9 @@ def _unpack(tensors: dict[str, Tensor], about: dict[str, Any]) -> Checkpoint:
 
 
 def _broken_tensor(checkpoint: Checkpoint) -> str | None:
-    """Weights and moments have to be those that the recipe in the same file asks for, after as many steps as losses."""
+    """Checks weights and moments against the recipe in the same file, and their steps against the losses."""
     with torch.device("meta"):
-        model = Transformer(checkpoint.recipe.shape, plain_ops(), seed=None)
+        model = make_model(checkpoint.recipe.shape, "cpu", seed=None)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     moments = [
         {name: state[moment] for name, state in checkpoint.optimizer_state.items()}
@@ -156,9 +156,9 @@ def _broken_tensor(checkpoint: Checkpoint) -> str | None:
 
 
 def differences(checkpoint: Checkpoint, asked: dict[str, Any], text: str) -> list[str]:
-    """Where going on would not be the same run: what was asked for against what the checkpoint holds, in words.
+    """Where the options asked for differ from the checkpoint's, in words: resuming would not be the same run.
 
-    ``steps`` may differ: the rest of the learning rate's schedule is then another one.
+    ``steps`` may differ: only the rest of the learning rate schedule changes.
     """
     has = checkpoint.recipe.options()
     found = [

@@ -1,7 +1,7 @@
 """The colours of attention, the same in the report and in the pictures.
 
-A weight p is coloured by its square root: most weights are small, and would all look like nothing on a linear scale.
-Lightness runs one way only along each ramp, so that it reads in grey too.
+A weight p is coloured by its square root: most weights are small and would not show on a linear scale. Lightness is
+monotonic along each scale, so that it can be read in grey too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Documents laid end to end: packed batches of a fixed number of tokens, whatever the lengths of the documents.
+"""Packed batches with a fixed number of tokens, whatever the lengths of the documents.
 
-An epoch is every byte of the text once: documents longer than a context are cut into pieces of it (cut anew in every
-epoch), the pieces are shuffled and laid end to end, and every step takes the next tokens of that stream. So a
-batch is a matter of (seed, step) alone, which is what makes going on after an interruption exact.
+An epoch is every byte of the text once: documents longer than the context are cut into pieces (at other places in every
+epoch), the pieces are shuffled and laid end to end, and every step takes the next tokens of that stream. So a batch
+depends on (seed, step) alone, and a resumed run sees the same batches.
 """
 
 from __future__ import annotations
@@ -17,26 +17,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-IGNORED = -100  # the target of a document's last byte: what follows it is another document
+from headwise import nn
+
+IGNORED = -100  # the target of a document's last byte: the next byte is of another document
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Where each document of a packed batch lies."""
+class Packing(nn.Packing):
+    """Where each document of a packed batch lies, and which keys a query sees."""
 
-    cu_seqlens: Tensor  # (documents + 1,) int32: 0, then where each one ends
-    longest: int
-    positions: Tensor  # (T,) int64: 0 at the start of every document
     _masks: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
 
-    @staticmethod
-    def of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Packing:
-        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        return Packing(ends.to(device), max(lengths), positions.to(device))
-
     def mask(self, window: int | None) -> Tensor:
-        """(T, T) bool for implementations that know no packed documents: who may look at whom. Made once per window."""
+        """(T, T) bool, for implementations without packed batches: which keys a query sees. Made once per window."""
         if window not in self._masks:
             rows = torch.arange(len(self.positions), device=self.positions.device)
             document = torch.bucketize(rows, self.cu_seqlens[1:], right=True)
@@ -75,14 +68,14 @@ class Batches:
         self.tokens, self.context, self.seed, self.device = tokens, context, seed, device
         self._corpus = _as_tensor(b"".join(documents))
         self._ends = list(accumulate(len(d) for d in documents))
-        self._epoch = lru_cache(maxsize=2)(self._make_epoch)  # a batch may lie across the border of two
+        self._epoch = lru_cache(maxsize=2)(self._make_epoch)  # a batch may span two epochs
 
     def batch(self, step: int) -> Batch:
         pieces = list(self._pieces(step * self.tokens))
         return _pack(self._corpus, pieces, self.device)
 
     def _pieces(self, position: int) -> Iterator[_Piece]:
-        """The next ``tokens`` tokens of the stream; what does not fit is the beginning of the next batch."""
+        """The next ``tokens`` tokens of the stream; the rest of the last piece begins the next batch."""
         left = self.tokens
         while left:
             epoch, offset = divmod(position, len(self._corpus))
@@ -148,5 +141,5 @@ def _as_tensor(content: bytes) -> Tensor:
 
 
 def _mix(seed: int, epoch: int) -> int:
-    """One seed from two numbers, so that the epochs of neighbouring seeds have nothing to do with each other."""
+    """One seed from two numbers; the epochs of neighbouring seeds are independent."""
     return (seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + 1) % (1 << 63)

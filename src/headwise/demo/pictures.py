@@ -28,7 +28,7 @@ def write(run: Run, sample: AttentionSample | None, folder: Path) -> list[Path]:
 
 
 def loss_figure(run: Run) -> Any:
-    """Our loss as a thin line upon the broad pale one of plain PyTorch; its steps closer on the right."""
+    """Our loss as a thin line over the broad one of plain PyTorch; on the right the steps of both, enlarged."""
     what = f"Headwise demo · {run.parameters:,} parameters · {run.text}"
     title = _plain_text(f"{what}\n{run.device} · {run.seconds:.0f} s of training")
     plain = run.plain if run.plain is not None and run.plain.losses else None
@@ -46,8 +46,7 @@ def loss_figure(run: Run) -> Any:
         panel.set_axisbelow(True)
         panel.tick_params(length=0, labelsize=8)
         panel.xaxis.get_major_locator().set_params(integer=True)
-        for side in ("top", "right", "left"):
-            panel.spines[side].set_visible(False)
+        panel.spines[["top", "right", "left"]].set_visible(False)
     panels[0].set_ylabel("nats per byte", fontsize=9)
     panels[0].annotate(
         "ln 256: every byte alike", (1.0, math.log(256)), (0, -3), xycoords=("axes fraction", "data"),
@@ -66,7 +65,7 @@ def loss_figure(run: Run) -> Any:
 
 
 def _plain_text(text: str) -> str:
-    """matplotlib would read what stands between two dollars as a formula."""
+    """Escapes dollars: matplotlib reads text between two of them as a formula."""
     return text.replace("$", r"\$")
 
 
@@ -80,7 +79,7 @@ def _line(panel: Any, curve: Curve, colour: str, width: float, alpha: float = 1.
 
 
 def attention_figure(run: Run, sample: AttentionSample) -> Any:
-    """A row per layer, a column per head: queries down, keys across. Grey is what may not be seen."""
+    """A row per layer, a column per head: queries down, keys across. Grey: masked."""
     import torch
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
@@ -101,7 +100,7 @@ def attention_figure(run: Run, sample: AttentionSample) -> Any:
             panel.set_visible(False)
         for head, (panel, probs) in enumerate(zip(row, layer.probs, strict=False)):
             weights = probs.double().clamp(0, 1)
-            # A weight on what may not be seen is drawn as what it is: wrong.
+            # A weight on a masked key is wrong, and drawn as such.
             weights = weights.where(seen, torch.where(probs == 0, -1.0, torch.nan).double())
             panel.set_facecolor("#eeeeee")
             image = panel.imshow(weights.tolist(), cmap=colour_map, norm=norm, interpolation="nearest")

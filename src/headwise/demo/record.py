@@ -4,7 +4,7 @@
 ``attention.safetensors``   one text, and per layer the queries, keys and attention probabilities of every head
 ``checkpoint.safetensors``  the weights (see ``checkpoint.py``)
 
-Files are written under a temporary name and then renamed: a full disk or an interruption leaves the last good one.
+Files are written under a temporary name and then renamed: the last good one survives a full disk or an interruption.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class DecodeCheck:
-    """How far the logits of decoding, one token at a time over a cache, lie from those of one full forward pass."""
+    """How far the logits of decoding token by token over a cache are from those of one full forward pass."""
 
     positions: int
     largest_difference: float
@@ -119,7 +119,7 @@ def load_attention(folder: Path) -> AttentionSample:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that it is there whole or not at all."""
+    """Write a file completely or not at all."""
     temporary = path.with_name(path.name + ".part")
     try:
         write(temporary)

@@ -1,6 +1,6 @@
-"""A run of the demo as one HTML file that needs nothing else: no network, no fonts, no other files.
+"""A run of the demo as one self-contained HTML file: no network, no fonts, no other files.
 
-The page itself is in ``page/``: ES modules, a style sheet and the frame they are set into. Numbers travel as JSON,
+The page itself is in ``page/``: ES modules, style sheets and the HTML around them. Numbers are stored as JSON,
 attention weights as 16-bit integers in base64.
 """
 
@@ -11,9 +11,10 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from headwise.demo.record import (
     write_whole,
 )
 
+T = TypeVar("T")
+
 PAGE = Path(__file__).parent / "page"
 STYLES = ("report.css", "attention.css")
 MODULES = (
@@ -47,13 +50,13 @@ MODULES = (
     "report.js",
 )
 
-# A weight p travels as round(p * WHOLE); the code above says that it is none.
+# A weight p is stored as round(p * WHOLE); NOT_A_WEIGHT marks a value that is none.
 WHOLE, NOT_A_WEIGHT = 65534, 65535
-_ROUNDING = 1e-3  # how far beyond 0 and 1 a weight may lie and still be one
+_ROUNDING = 1e-3  # how far outside of 0 to 1 a weight may be
 
 
 class UnreadableRun(ValueError):
-    """A file of the run is not what it should be. The message names the file."""
+    """A file of the run cannot be used. The message names the file."""
 
 
 def write_report(folder: Path) -> Path:
@@ -65,37 +68,41 @@ def write_report(folder: Path) -> Path:
 
 
 def write_pictures(folder: Path) -> list[Path]:
-    """Write ``loss.png`` and ``attention.png``; an interrupted run may have no attention to draw."""
+    """Write ``loss.png`` and ``attention.png``; an interrupted run may have no attention."""
     from headwise.demo import pictures
 
     return pictures.write(read_run(folder), read_attention(folder), folder)
 
 
 def read_run(folder: Path) -> Run:
-    try:
-        run = load_run(folder)
-        problem = _problem_of_run(run)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        problem = _one_line(error)
-    if problem is not None:
-        raise UnreadableRun(f"{RUN} does not hold a run of the demo: {problem}")
-    return run
+    return _read(load_run, folder, _problem_of_run, f"{RUN} does not hold a run of the demo")
 
 
 def read_attention(folder: Path) -> AttentionSample | None:
-    """None where the run has left none."""
+    """None if the run left none."""
     if not (folder / ATTENTION).exists():
         return None
     from safetensors import SafetensorError
 
+    message = f"{ATTENTION} does not hold the attention of a run"
+    return _read(load_attention, folder, _problem_of_attention, message, SafetensorError)
+
+
+def _read(
+    load: Callable[[Path], T],
+    folder: Path,
+    problem_of: Callable[[T], str | None],
+    message: str,
+    library_error: type[Exception] = ValueError,
+) -> T:
     try:
-        sample = load_attention(folder)
-        problem = _problem_of_attention(sample)
-    except (SafetensorError, ValueError, TypeError, KeyError) as error:
-        problem = _one_line(error)
+        found = load(folder)
+        problem = problem_of(found)
+    except (ValueError, TypeError, KeyError, AttributeError, library_error) as error:
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if problem is not None:
-        raise UnreadableRun(f"{ATTENTION} does not hold the attention of a run: {problem}")
-    return sample
+        raise UnreadableRun(f"{message}: {problem}")
+    return found
 
 
 def compose(run: Run, sample: AttentionSample | None) -> str:
@@ -107,7 +114,7 @@ def compose(run: Run, sample: AttentionSample | None) -> str:
         "sample": sample and _packed_sample(sample),
         "colours": {"light": colours.LIGHT, "dark": colours.DARK, "not_a_weight": colours.NOT_A_WEIGHT},
     }
-    # Only this style and this script run: whatever text a model writes, the page cannot be made to do anything else.
+    # Only this style and this script run, whatever text the model writes.
     policy = f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
     parts = {"policy": policy, "style": style, "script": script, "data": json_for_html(data)}
     frame = with_attention((PAGE / "report.html").read_text(encoding="utf-8"))
@@ -115,7 +122,7 @@ def compose(run: Run, sample: AttentionSample | None) -> str:
 
 
 def with_attention(frame: str) -> str:
-    """A page with the places of the attention view, which report and browser page have in common."""
+    """A page with the HTML of the attention view, which the report and the browser page share."""
     return frame.replace("<!--attention-->", (PAGE / "attention.html").read_text(encoding="utf-8"))
 
 
@@ -127,7 +134,7 @@ def bundle() -> str:
 
 
 def json_for_html(value: Any) -> str:
-    """JSON that can stand between <script> and </script>: none of its characters begins a tag or a comment there."""
+    """JSON that can stand between <script> and </script>: no character of it can begin a tag or a comment."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -184,7 +191,3 @@ def _problem_of_attention(sample: AttentionSample) -> str | None:
         if len(shape) != 3 or shape[0] == 0 or shape[1:] != (length, length):
             return f"{layer.name} has probabilities of shape {shape}, and there are {length} tokens"
     return None
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

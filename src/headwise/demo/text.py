@@ -1,6 +1,6 @@
-"""The text that the demo trains on: documents of bytes, in a fixed order, each with a last part that is held out.
+"""The text that the demo trains on: documents in a fixed order, each with its last part held out.
 
-Python's own documentation (`pydoc_data.topics`) is on every machine that can run this; one's own files do as well.
+By default it is Python's own documentation (`pydoc_data.topics`), which comes with Python.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LEAST = 256  # bytes: below this there is nothing to learn, and nothing to show
-_HELD_OUT_SHARE = 20  # one byte in so many
+LEAST = 256  # bytes: less is too little to train on
+_HELD_OUT_SHARE = 20  # one byte in 20
 _LEAST_TO_HOLD_OUT = 4096  # a shorter document is trained on whole
 
 
@@ -46,7 +46,7 @@ class Text:
         return f"{self.name}, {count} {'document' if count == 1 else 'documents'}, {self.size / 1000:,.0f} kB"
 
     def fingerprint(self) -> str:
-        """The same for the same documents in the same order, whatever their names."""
+        """A hash of the documents in their order, without their names."""
         digest = hashlib.sha256()
         for document in self.documents:
             for part in (document.training, document.held_out):
@@ -71,7 +71,7 @@ def files(paths: Sequence[Path]) -> Text:
             raise TextError(f"{path} cannot be read: {error.strerror or error}") from error
         if not content:
             raise TextError(f"{path} is empty")
-        # A name need not be text; what is written of it later has to be.
+        # A file name may not be valid text; what is printed of it must be.
         found.append((path.name.encode(errors="surrogateescape").decode(errors="replace"), content))
     names = [name for name, _ in found]
     return _text(", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} other files", found)

@@ -1,8 +1,8 @@
-"""The training loop: AdamW, a learning rate that warms up and then falls along a cosine, gradients clipped.
+"""The training loop: AdamW, a learning rate with warm-up and cosine decay, clipped gradients.
 
-A step depends on the recipe, its number, and the weights and moments before it; on nothing else. So the same seed gives
-the same losses bit for bit (on the same machine, with the same number of threads), and a run that goes on from
-a checkpoint gives those that it would have given without the interruption.
+A step depends only on the recipe, its number, and the weights and moments before it. So the same seed gives the same
+losses bit for bit (on the same machine, with the same number of threads), and a resumed run gives the losses of a run
+without interruption.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.demo.model import Ops, Shape, Transformer
+from headwise.demo.model import Computation, Shape, make_model
 from headwise.demo.packing import IGNORED, Batches, whole_batches
 from headwise.demo.text import Text
 
@@ -28,7 +28,7 @@ _WARMUP_STEPS = 20
 _LAST_LEARNING_RATE = 0.05  # of the highest
 _WEIGHT_DECAY = 0.1  # of matrices
 _CLIP = 1.0
-_HELD_OUT_BYTES = 32 * 1024  # as much as is worth an evaluation at the end
+_HELD_OUT_BYTES = 32 * 1024  # evaluated at the end
 
 
 class Diverged(Exception):
@@ -37,7 +37,7 @@ class Diverged(Exception):
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a run's losses follow from, besides the text."""
+    """Everything that determines the losses of a run, besides the text."""
 
     steps: int = 300
     seed: int = 0
@@ -47,7 +47,7 @@ class Recipe:
     learning_rate: float = 6e-3
 
     def options(self) -> dict[str, Any]:
-        """As one flat table of numbers; `from_options` is the way back."""
+        """As one flat dict of numbers; `from_options` is the inverse."""
         fields = asdict(self)
         return {**{name: value for name, value in fields.items() if name != "shape"}, **fields["shape"]}
 
@@ -65,11 +65,13 @@ class Recipe:
 
 
 class Training:
-    """A model in training: its weights, its moments, and what came of every step so far."""
+    """A model in training: its weights, its moments, and the losses so far."""
 
-    def __init__(self, recipe: Recipe, text: Text, ops: Ops, device: torch.device | str = "cpu") -> None:
-        self.recipe, self.text, self.device = recipe, text, torch.device(device)
-        self.model = Transformer(recipe.shape, ops, recipe.seed).to(self.device)
+    def __init__(
+        self, recipe: Recipe, text: Text, computation: Computation, device: torch.device | str = "cpu"
+    ) -> None:
+        self.recipe, self.text, self.device, self.computation = recipe, text, torch.device(device), computation
+        self.model = make_model(recipe.shape, computation.backend, recipe.seed).to(self.device)
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": [p for p in self.model.parameters() if p.dim() > 1], "weight_decay": _WEIGHT_DECAY},
@@ -91,7 +93,7 @@ class Training:
         return len(self.losses)
 
     def run(self, until: int, after_step: Callable[[Training], bool] | None = None) -> None:
-        """Train up to step ``until``, or until ``after_step`` says that it is enough."""
+        """Train up to step ``until``, or until ``after_step`` returns True."""
         started = self.step
         before_second = 0.0
         while self.step < until:
@@ -101,7 +103,7 @@ class Training:
             if not math.isfinite(loss):
                 raise Diverged(f"the loss is {loss} at step {self.step + 1}")
             self.losses.append(loss)
-            # The first step loads libraries and compiles kernels: it counts only as long as there is no other.
+            # The first step loads libraries and compiles kernels: it counts only if it is the only one.
             if self.step == started + 1:
                 before_second, steps, seconds = self.seconds, 1, time.perf_counter() - begun
             else:
@@ -114,7 +116,7 @@ class Training:
         batch = self.batches.batch(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.learning_rate_at(self.step)
-        loss = self.model.ops.cross_entropy(self.model(batch.ids, batch.packing), batch.targets)
+        loss = self.computation.loss(self.model, batch)
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), _CLIP)
@@ -129,7 +131,7 @@ class Training:
     def load(
         self, weights: dict[str, Tensor], optimizer_state: dict[str, dict[str, Tensor]], losses: list[float]
     ) -> None:
-        """Go on from here. Names and shapes have to be those of this model (`checkpoint.read` sees to that)."""
+        """Continue from this state. Names and shapes must be those of this model (`checkpoint.read` checks that)."""
         self.model.load_state_dict(weights)
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         packed = self.optimizer.state_dict()
@@ -140,21 +142,21 @@ class Training:
 
     @torch.no_grad()
     def held_out_loss(self) -> float | None:
-        """Nats per byte on text that it was not trained on; None where no document is long enough to hold some out."""
+        """Nats per byte on held-out text; None if no document is long enough to hold some out."""
         documents, left = [], _HELD_OUT_BYTES
         for document in self.text.documents:
             documents.append(document.held_out[:left])
             left -= len(documents[-1])
         total, count = 0.0, 0
         for batch in whole_batches([d for d in documents if d], self.recipe.tokens, self.recipe.context, self.device):
-            loss = self.model.ops.cross_entropy(self.model(batch.ids, batch.packing), batch.targets)
+            loss = self.computation.loss(self.model, batch)
             targets = int((batch.targets != IGNORED).sum())
             total, count = total + loss.item() * targets, count + targets
         return total / count if count else None
 
 
 class StopRequest:
-    """Ctrl-C as a wish that the loop looks at between two steps. A second Ctrl-C interrupts at once."""
+    """Ctrl-C as a request that the loop checks between two steps. A second Ctrl-C interrupts at once."""
 
     def __init__(self) -> None:
         self.wanted = False
@@ -164,8 +166,8 @@ class StopRequest:
 
     @contextmanager
     def listening(self, heard: Callable[[], None]) -> Iterator[StopRequest]:
-        """Within the block the first Ctrl-C sets the wish and calls ``heard``."""
-        if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        """Within the block the first Ctrl-C makes the request and calls ``heard``."""
+        if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
             yield self
             return
 

@@ -17,24 +17,25 @@ def short(dtype: torch.dtype) -> str:
 
 
 def shape_of(x: Tensor) -> str:
-    return "(" + ", ".join(str(s) for s in x.shape) + ")"
+    return tuple_text(x.shape)
 
 
-def device_type(x: Tensor) -> str:
-    """``x.device.type``; asking for the two common ones costs the host a fifth of that.
-
-    A tensor on a GPU that PyTorch does not know (`headwise.webgpu.Array`) says itself where it lives.
-    """
-    if x.is_cuda:
-        return "cuda"
-    if x.is_cpu:
-        return "cpu"
-    return getattr(x, "headwise_device", None) or x.device.type
+def tuple_text(sizes: Any) -> str:
+    """As Python writes a tuple, also while torch.compile traces: "(3,)", "(2, 4)"."""
+    return "(" + ", ".join(str(s) for s in sizes) + ("," if len(sizes) == 1 else "") + ")"
 
 
 def tensor(op: str, name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {name} is a {type(x).__name__}; it needs to be a torch.Tensor")
+        kind = type(x).__name__
+        article = "an" if kind[0] in "aeiouAEIOU" else "a"
+        hint = f": torch.tensor({name})" if isinstance(x, (list, tuple)) or hasattr(x, "__array__") else ""
+        raise TypeError(f"{op}: {name} is {article} {kind}; it needs to be a torch.Tensor{hint}")
+    if x.is_nested:
+        raise TypeError(
+            f"{op}: {name} is a nested tensor; it needs to be a plain one: pack the sequences end to end "
+            "(x.values()) and call attention_varlen with cu_seqlens (x.offsets()), or pad them (x.to_padded_tensor)"
+        )
 
 
 def floating(op: str, name: str, x: Any) -> None:
@@ -65,6 +66,33 @@ def same_device(op: str, name: str, x: Tensor, other_name: str, other: Tensor) -
         )
 
 
+def dtype(op: str, name: str, x: Tensor, wanted: torch.dtype) -> None:
+    if x.dtype != wanted:
+        raise TypeError(f"{op}: {name} has dtype {short(x.dtype)}; it needs {short(wanted)}")
+
+
+def own_or_float32(op: str, name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    if x.dtype not in (other.dtype, torch.float32):
+        own = "" if other.dtype == torch.float32 else f"{short(other.dtype)} (that of {other_name}) or "
+        raise TypeError(f"{op}: {name} has dtype {short(x.dtype)}; it needs {own}float32")
+
+
+def like(op: str, name: str, x: Any, other_name: str, other: Tensor) -> None:
+    """Of the shape, dtype and device of the other."""
+    floating(op, name, x)
+    shape(op, name, x, tuple(other.shape), f"the shape of {other_name}")
+    same_dtype(op, name, x, other_name, other)
+    same_device(op, name, x, other_name, other)
+
+
+def per_column(op: str, name: str, x: Any, other_name: str, other: Tensor) -> None:
+    """A number for each entry of the other's last dim: of its dtype or float32, on its device."""
+    floating(op, name, x)
+    shape(op, name, x, (other.shape[-1],), f"(D,), the last dimension of {other_name}")
+    own_or_float32(op, name, x, other_name, other)
+    same_device(op, name, x, other_name, other)
+
+
 def dims(op: str, name: str, x: Tensor, count: int, letters: str) -> None:
     if x.dim() != count:
         raise ValueError(f"{op}: {name} has shape {shape_of(x)}; it needs {count} dimensions {letters}")
@@ -77,8 +105,7 @@ def at_least_dims(op: str, name: str, x: Tensor, count: int) -> None:
 
 def shape(op: str, name: str, x: Tensor, wanted: tuple[int, ...], letters: str) -> None:
     if x.shape != wanted:
-        wanted_text = "(" + ", ".join(str(s) for s in wanted) + ")"
-        raise ValueError(f"{op}: {name} has shape {shape_of(x)}; it needs {wanted_text} = {letters}")
+        raise ValueError(f"{op}: {name} has shape {shape_of(x)}; it needs {tuple_text(wanted)} = {letters}")
 
 
 def boolean(op: str, name: str, value: Any) -> None:
@@ -115,11 +142,3 @@ def whole(op: str, name: str, value: Any, low: int) -> int:
     if value < low:
         raise ValueError(f"{op}: {name} is {value}; it needs to be at least {low}")
     return value  # type: ignore[return-value]  # a SymInt while torch.compile traces
-
-
-def wants_gradient(*tensors: Tensor | None) -> bool:
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t is not None and t.requires_grad:
-                return True
-    return False

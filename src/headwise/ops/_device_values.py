@@ -17,8 +17,10 @@ def _readable(values: Tensor) -> Tensor:
     return values.torch() if hasattr(values, "headwise_device") else values  # type: ignore[attr-defined]
 
 
-def in_range(op: str, name: str, values: Tensor, high: int, allowed: int | None = None) -> None:
+def in_range(op: str, name: str, values: Tensor | None, high: int, allowed: int | None = None) -> None:
     """Raise a ValueError that names the first of ``values`` outside [0, high), unless it equals ``allowed``."""
+    if values is None:
+        return
     values = _readable(values)
     bad = (values < 0) | (values >= high)
     if allowed is not None:
@@ -48,11 +50,12 @@ def packed(op: str, name: str, cu_seqlens: Tensor, total: int, longest: int) -> 
             )
 
 
-def pages(op: str, block_table: Tensor, lengths: Tensor, page_size: int, pages: int) -> None:
-    """Every entry that a sequence's length makes it read names a page that exists."""
+def pages(op: str, block_table: Tensor, lengths: Tensor, kv_starts: Tensor | None, page_size: int, pages: int) -> None:
+    """Every entry that a sequence reads, from its start to its length, names a page that exists."""
     block_table, lengths = _readable(block_table), _readable(lengths)
-    needed = (lengths.long() + page_size - 1) // max(page_size, 1)
-    used = torch.arange(block_table.shape[1], device=block_table.device)[None, :] < needed[:, None]
+    starts = torch.zeros_like(lengths) if kv_starts is None else _readable(kv_starts)
+    first = torch.arange(block_table.shape[1], device=block_table.device)[None, :] * page_size
+    used = torch.maximum(first, starts[:, None]) < torch.minimum(first + page_size, lengths[:, None])
     bad = used & ((block_table < 0) | (block_table >= pages))
     if bad.any():
         row, column = (int(i) for i in bad.nonzero()[0])

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Mapping
+import importlib
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from headwise.backends import registry
-from headwise.ops import _checks, attention, cross_entropy, embedding, rms_norm, softmax, transpose
+from headwise.ops import _checks
+from headwise.ops._op import OPS
 
-# op -> the function that checks its arguments and describes the call to the backends
-CALLS: dict[str, Callable[..., registry.Call]] = {
-    "attention": attention.attention_call,
-    "attention_backward": attention.attention_backward_call,
-    "attention_varlen": attention.attention_varlen_call,
-    "attention_varlen_backward": attention.attention_varlen_backward_call,
-    "attention_decode": attention.attention_decode_call,
-    "attention_probs": attention.attention_probs_call,
-    "attention_probs_backward": attention.attention_probs_backward_call,
-    "merge_attention": attention.merge_attention_call,
-    "merge_attention_backward": attention.merge_attention_backward_call,
-    "rms_norm": rms_norm.rms_norm_call,
-    "rms_norm_backward": rms_norm.rms_norm_backward_call,
-    "softmax": softmax.softmax_call,
-    "softmax_backward": softmax.softmax_backward_call,
-    "embedding": embedding.embedding_call,
-    "embedding_backward": embedding.embedding_backward_call,
-    "cross_entropy": cross_entropy.cross_entropy_call,
-    "cross_entropy_forward_backward": cross_entropy.cross_entropy_forward_backward_call,
-    "transpose": transpose.transpose_call,
-}
-
-# Arguments of the public ops that no backend needs to know to judge a call.
-_BESIDE_THE_CALL = ("backend", "return_lse")
+# From so many heads on, of no more tokens than this, a tensor is likely to be (B, S, H, D).
+_MANY_HEADS, _FEW_TOKENS = 64, 64
 
 
 class Verdict(NamedTuple):
@@ -58,17 +36,13 @@ class Explanation:
     chosen: str | None  # None: the call would raise, with `error`
     error: str | None = None
     note: str | None = None  # how the chosen backend runs it, where it has several kernels for it
+    hint: str | None = None  # what looks like a mistake, though the op takes it
 
     def headline(self) -> str:
         sizes = " ".join(f"{letter}={size}" for letter, size in self.call.sizes.items())
-        parts = (
-            self.call.op,
-            _checks.short(self.call.dtype),
-            f"on {self.call.device}",
-            sizes,
-            " ".join(self.call.features),
-        )
-        return "  ".join(part for part in parts if part)
+        where = f"on {self.call.device}" + (f" ({self.call.arch})" if self.call.arch else "")
+        words = (self.call.op, _checks.short(self.call.dtype), where, sizes, " ".join(self.call.features))
+        return "  ".join(word for word in words if word)
 
     def __str__(self) -> str:
         width = max(len(v.backend) for v in self.verdicts)
@@ -78,6 +52,8 @@ class Explanation:
             lines.append(f"{mark} {v.backend:<{width}}  {'runs' if v.runs else f'no: {v.reason}'}")
             if v.backend == self.chosen and self.note is not None:
                 lines.append(f"  {'':<{width}}  {self.note}")
+        if self.hint is not None:
+            lines.append(f"note: {self.hint}")
         if self.error is not None:
             lines.append(f"raises ValueError: {self.error}")
         return "\n".join(lines)
@@ -87,21 +63,25 @@ class Explanation:
             "op": self.call.op,
             "dtype": _checks.short(self.call.dtype),
             "device": self.call.device,
+            "arch": self.call.arch,
             "sizes": {letter: int(size) for letter, size in self.call.sizes.items()},
             "features": list(self.call.features),
             "kernels": list(self.call.launchers),
             "verdicts": [{"backend": v.backend, "runs": v.runs, "reason": v.reason} for v in self.verdicts],
             "chosen": self.chosen,
             "note": self.note,
+            "hint": self.hint,
             "error": self.error,
         }
 
 
-def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
+def explain(op: str, *args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
     """Every backend's verdict on the call ``headwise.<op>(*args, **kwargs)``, and which backend would run it.
 
     Nothing is computed. ``use_backend``, ``HEADWISE_BACKEND`` and a ``backend=`` among the arguments count as they
     do in the call itself. Arguments that the op itself would refuse raise the op's own error.
+
+    arch: answer as if the tensors were on a GPU of this architecture ("sm_90", "gfx942", …), which need not be here.
 
     >>> print(hw.explain("attention", q, k, v, causal=True))
     attention  bfloat16  on cpu  B=1 Hq=8 Hk=8 Sq=1024 Sk=1024 D=64 Dv=64  causal
@@ -109,31 +89,47 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
       webgpu  no: the package wgpu is not installed: pip install 'headwise[webgpu]'
     → cpu     runs
     """
-    return judge(describe(op, *args, **kwargs), kwargs.get("backend"), named(op, *args, **kwargs))
+    return judge(describe(op, *args, **kwargs), arch=arch)
 
 
-def describe(op: str, *args: Any, **kwargs: Any) -> registry.Call:
-    """The call object that the op makes of these arguments; raises what the op raises."""
-    if op not in CALLS:
-        raise ValueError(f"explain: op is {op!r}; it needs to be one of {', '.join(CALLS)}")
-    named(op, *args, **kwargs)  # a misspelt argument raises as it does in the call
-    known = {name: value for name, value in kwargs.items() if name not in _BESIDE_THE_CALL}
-    return CALLS[op](*args, **known)
+def describe(op: str, *args: Any, **kwargs: Any) -> registry.Described:
+    """The call that the op makes of these arguments; raises what the op raises."""
+    if op not in OPS:
+        raise ValueError(f"explain: op is {op!r}; it needs to be one of {', '.join(sorted(OPS))}")
+    with registry.describing():
+        try:
+            getattr(importlib.import_module("headwise"), op)(*args, **kwargs)
+        except registry.Described as described:
+            return described
+    raise AssertionError(f"{op} was not described")
 
 
-def named(op: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments by the names that the op has for them."""
-    public = getattr(sys.modules[CALLS[op].__module__], op)
-    return inspect.signature(public).bind(*args, **kwargs).arguments
-
-
-def judge(
-    call: registry.Call, backend: str | None = None, arguments: Mapping[str, Any] = MappingProxyType({})
-) -> Explanation:
-    """Ask every backend about a call; ``arguments`` are those it was made of, as far as they are known."""
+def judge(described: registry.Described, device: str | None = None, arch: str | None = None) -> Explanation:
+    """Ask every backend about a call. device: in place of that of its tensors."""
+    call, args, backend = described.call, described.arguments, described.backend
+    if arch is not None:
+        if arch not in registry.ARCHITECTURES:
+            raise ValueError(f"explain: arch is {arch!r}; it needs to be one of {', '.join(registry.ARCHITECTURES)}")
+        call = call._replace(device="cuda", arch=arch)
+    elif device is not None:
+        call = call._replace(device=device)
     verdicts = tuple(Verdict(row.name, registry.verdict(row, call)) for row in registry.BACKENDS)
+    hint = _hint(getattr(args, "forward", args))
     try:
         chosen = registry.choose(call, backend)
-    except ValueError as error:
-        return Explanation(call, verdicts, None, str(error))
-    return Explanation(call, verdicts, chosen, note=registry.note(chosen, call, arguments))
+    except registry.Unsupported as error:
+        return Explanation(call, verdicts, None, str(error), hint=hint)
+    return Explanation(call, verdicts, chosen, note=registry.note(chosen, call, args), hint=hint)
+
+
+def _hint(args: Any) -> str | None:
+    """Calls like any other, and likely not what was meant: (B, S, H, D) tensors, a padded batch with kv_lengths alone."""
+    q, k = getattr(args, "q", None), getattr(args, "k", None)
+    if not isinstance(q, Tensor) or not isinstance(k, Tensor) or q.dim() != 4:
+        return None
+    padded = args.kv_lengths is not None and args.q_lengths is None and q.shape[2] == k.shape[2] > 1
+    if padded and args.flags.right == 0:
+        return "kv_lengths alone puts the last query at the last key; a right-padded batch needs q_lengths as well"
+    if not all(x.shape[1] >= _MANY_HEADS and x.shape[2] <= _FEW_TOKENS and x.shape[1] > x.shape[2] for x in (q, k)):
+        return None
+    return f"q has {q.shape[1]} heads of {q.shape[2]} tokens; a (B, S, H, D) tensor needs .transpose(1, 2)"

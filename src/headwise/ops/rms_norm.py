@@ -10,177 +10,111 @@ Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv 1910.074
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from headwise.backends import registry
-from headwise.ops import _checks, _library, _remembered
+from headwise import layout
+from headwise.ops import _checks
+from headwise.ops._op import Described, Op, Saved
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None, eps: float = 1e-6, weight_offset: float = 0.0, *, backend: str | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0, *,
+    backend: str | None = None,
+) -> Tensor:  # fmt: skip
     """``x * rsqrt(mean(x²) + eps) * (weight + weight_offset)`` over the last dimension of ``x`` (..., D).
 
     weight: (D,), of x's dtype or float32; ``None`` leaves the last factor out. weight_offset: 1.0 for models that
     store the distance of the weight from one (Gemma). The arithmetic is float32 at least and rounds once, to x's dtype.
     Any strides; the result is contiguous. Differentiable in ``x`` and ``weight``.
     """
-    kind = _remembered.kind("rms_norm", (x, weight), (eps, weight_offset, backend))
-    run = _remembered.recall(kind)
-    if run is None:
-        chosen = registry.choose(rms_norm_call(x, weight, eps, weight_offset), backend)
-        run = _remembered.keep(kind, _forward, x, weight, float(eps), float(weight_offset), chosen)
-    y: Tensor = run(x, weight)[0]
+    y: Tensor = _forward((x, weight), (eps, weight_offset), backend)[0]
     return y
 
 
 def rms_norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    *,
-    rstd: Tensor | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    grad: Tensor, x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0, *,
+    rstd: Tensor | None = None, backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """``(dx, dweight)``, given the gradient ``grad`` of the output; dweight is None where ``weight`` is.
 
     rstd: ``rsqrt(mean(x²) + eps)``, of shape (...,), float32 (float64 for float64), if it is at hand; else it is
     computed again. dweight is summed over the rows in a fixed order.
     """
-    call = rms_norm_backward_call(grad, x, weight, eps, weight_offset, rstd=rstd)
-    dx, dweight = _backward(grad, x, weight, rstd, float(eps), float(weight_offset), registry.choose(call, backend))
+    dx, dweight = _backward((grad, x, weight, rstd), (eps, weight_offset), backend)
     return dx, (None if weight is None else dweight)
 
 
-def rms_norm_call(x: Tensor, weight: Tensor | None, eps: float = 1e-6, weight_offset: float = 0.0) -> registry.Call:
-    """Check the arguments of `rms_norm` and describe the call to the backends."""
-    _check_inputs("rms_norm", x, weight, eps, weight_offset)
-    backward = ("rms_norm_backward",) if _checks.wants_gradient(x, weight) else ()
-    return registry.Call(
-        "rms_norm", ("rms_norm_forward", *backward), _checks.device_type(x), x.dtype, {"D": x.shape[-1]}
-    )
+class RmsNorm(NamedTuple):
+    x: Tensor
+    weight: Tensor | None
+    eps: float
+    weight_offset: float
+    with_rstd: bool = True
 
 
-def rms_norm_backward_call(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    *,
-    rstd: Tensor | None = None,
-) -> registry.Call:
-    """Check the arguments of `rms_norm_backward` and describe the call to the backends."""
-    op = "rms_norm_backward"
-    _check_inputs(op, x, weight, eps, weight_offset)
-    _checks.floating(op, "grad", grad)
-    _checks.shape(op, "grad", grad, x.shape, "the shape of x")
-    _checks.same_dtype(op, "grad", grad, "x", x)
-    _checks.same_device(op, "grad", grad, "x", x)
-    if rstd is not None:
-        _checks.tensor(op, "rstd", rstd)
-        if rstd.dtype != _accumulator(x):
-            wanted = _checks.short(_accumulator(x))
-            raise TypeError(f"{op}: rstd has dtype {_checks.short(rstd.dtype)}; it needs {wanted}")
-        _checks.shape(op, "rstd", rstd, x.shape[:-1], "the shape of x without its last dimension")
-        _checks.same_device(op, "rstd", rstd, "x", x)
-    return registry.Call(op, (op,), _checks.device_type(x), x.dtype, {"D": x.shape[-1]})
+class RmsNormBackward(NamedTuple):
+    grad: Tensor
+    x: Tensor
+    weight: Tensor | None
+    rstd: Tensor | None  # None: computed again
+    eps: float
+    weight_offset: float
 
 
-def _check_inputs(op: str, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> None:
+def _check(op: str, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> RmsNorm:
     _checks.floating(op, "x", x)
     _checks.at_least_dims(op, "x", x, 1)
     if weight is not None:
-        _checks.floating(op, "weight", weight)
-        _checks.shape(op, "weight", weight, (x.shape[-1],), "(D,), the last dimension of x")
-        if weight.dtype not in (x.dtype, torch.float32):
-            wanted = f"{_checks.short(x.dtype)}, as x has, or float32"
-            raise TypeError(f"{op}: weight has dtype {_checks.short(weight.dtype)}; it needs {wanted}")
-        _checks.same_device(op, "weight", weight, "x", x)
-    _checks.not_negative(op, "eps", eps)
-    _checks.number(op, "weight_offset", weight_offset)
+        _checks.per_column(op, "weight", weight, "x", x)
+    return RmsNorm(x, weight, _checks.not_negative(op, "eps", eps), _checks.number(op, "weight_offset", weight_offset))
 
 
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def _check_backward(
+    op: str, grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor | None, eps: float, weight_offset: float
+) -> RmsNormBackward:
+    forward = _check(op, x, weight, eps, weight_offset)
+    _checks.like(op, "grad", grad, "x", x)
+    if rstd is not None:
+        check_rstd(op, rstd, "x", x)
+    return RmsNormBackward(grad, x, weight, rstd, forward.eps, forward.weight_offset)
 
 
-def _prepare_forward(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, backend: str
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    return registry.prepare(backend, "rms_norm_forward", (x, weight), (eps, weight_offset))
+def check_rstd(op: str, rstd: Any, name: str, x: Tensor) -> None:
+    """rstd: of the rows of the tensor ``x``, which is called ``name``."""
+    _checks.tensor(op, "rstd", rstd)
+    _checks.dtype(op, "rstd", rstd, layout.statistics_dtype(x.dtype))
+    _checks.shape(op, "rstd", rstd, x.shape[:-1], f"the shape of {name} without its last dimension")
+    _checks.same_device(op, "rstd", rstd, name, x)
 
 
-def _prepare_alone(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, backend: str
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Without rstd, to make which costs the host of a GPU as much as a quarter of the call."""
-    if not registry.offers(backend, "rms_norm_output"):
-        return _prepare_forward(x, weight, eps, weight_offset, backend)
-    launch = registry.prepare(backend, "rms_norm_output", (x, weight), (eps, weight_offset))
-    return lambda x, weight: (launch(x, weight), None)
+def _describe(args: Any) -> Described:
+    return Described(args.x, {"D": args.x.shape[-1]})
 
 
-def _run_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    dx, dweight = registry.launcher(backend, "rms_norm_backward")(grad, x, weight, rstd, eps, weight_offset)
-    # A torch op returns tensors only: without a weight its gradient is a tensor of no elements.
-    return dx, (x.new_empty(0) if dweight is None else dweight)
+def _fake(args: RmsNorm) -> tuple[Tensor, Tensor]:
+    x = args.x
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=layout.statistics_dtype(x.dtype))
 
 
-def _fake_forward(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, backend: str
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=_accumulator(x))
+def _fake_backward(args: RmsNormBackward) -> tuple[Tensor, Tensor | None]:
+    weight = args.weight
+    return args.x.new_empty(args.x.shape), None if weight is None else weight.new_empty(weight.shape)
 
 
-def _fake_backward(grad: Tensor, x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), (x.new_empty(0) if weight is None else weight.new_empty(weight.shape))
+def _differentiate(saved: Saved, grad: Tensor, _: None) -> tuple[Tensor, Tensor | None]:
+    x, weight, eps, offset, _ = saved.args
+    dx, dweight = saved.run(_backward, RmsNormBackward(grad, x, weight, saved.results[1], eps, offset))
+    return dx, (None if weight is None else dweight)
 
 
-def _save(ctx: Any, args: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-    x, weight, ctx.eps, ctx.weight_offset, ctx.backend = args
-    rstd = outputs[1]
-    ctx.mark_non_differentiable(rstd)
-    ctx.save_for_backward(x, weight, rstd)
-
-
-def _differentiate(
-    ctx: Any, grad: Tensor | None, _: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-    if grad is None:
-        return None, None, None, None, None
-    x, weight, rstd = ctx.saved_tensors
-    dx, dweight = _backward(grad, x, weight, rstd, ctx.eps, ctx.weight_offset, ctx.backend)
-    return dx, (None if weight is None else dweight), None, None, None
-
-
-_forward = _library.define(
-    "rms_norm_forward",
-    "(Tensor x, Tensor? weight, float eps, float weight_offset, str backend) -> (Tensor, Tensor)",
-    prepare=_prepare_forward,
-    prepare_alone=_prepare_alone,
-    fake=_fake_forward,
-    save=_save,
-    backward=_differentiate,
-)
-_backward = _library.define(
-    "rms_norm_backward",
-    "(Tensor grad, Tensor x, Tensor? weight, Tensor? rstd, float eps, float weight_offset, str backend) "
-    "-> (Tensor, Tensor)",
-    run=_run_backward,
-    fake=_fake_backward,
-)
+_forward = Op(
+    "rms_norm_forward", RmsNorm, public="rms_norm", check=_check, describe=_describe, fake=_fake,
+    returns="(Tensor, Tensor)", backward=_differentiate, backward_launchers=("rms_norm_backward",),
+    saves=("x", "weight"), saves_results=(1,), statistics=(1,), keep="with_rstd",
+)  # fmt: skip
+_backward = Op(
+    "rms_norm_backward", RmsNormBackward, check=_check_backward, describe=_describe, fake=_fake_backward,
+    returns="(Tensor, Tensor)",
+)  # fmt: skip

@@ -8,14 +8,13 @@ A row that is -inf throughout (a query that may see nothing) gives zeros, not Na
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.backends import registry
-from headwise.ops import _checks, _library, _remembered
+from headwise.ops import _checks
+from headwise.ops._op import Described, Op, Saved
 
 
 def softmax(x: Tensor, *, backend: str | None = None) -> Tensor:
@@ -23,74 +22,52 @@ def softmax(x: Tensor, *, backend: str | None = None) -> Tensor:
 
     The arithmetic is float32 at least. Differentiable in ``x``.
     """
-    kind = _remembered.kind("softmax", (x,), (backend,))
-    run = _remembered.recall(kind)
-    if run is None:
-        run = _remembered.keep(kind, _forward, x, registry.choose(softmax_call(x), backend))
-    y: Tensor = run(x)
+    y: Tensor = _forward((x,), (), backend)
     return y
 
 
 def softmax_backward(probs: Tensor, grad: Tensor, *, backend: str | None = None) -> Tensor:
     """Gradient of the softmax input, given its output ``probs`` and the output's gradient ``grad``."""
-    return _backward(probs, grad, registry.choose(softmax_backward_call(probs, grad), backend))
+    dx: Tensor = _backward((probs, grad), (), backend)
+    return dx
 
 
-def softmax_call(x: Tensor) -> registry.Call:
-    """Check the arguments of `softmax` and describe the call to the backends."""
-    _checks.floating("softmax", "x", x)
-    _checks.at_least_dims("softmax", "x", x, 1)
-    launchers = ("softmax_forward", "softmax_backward") if _checks.wants_gradient(x) else ("softmax_forward",)
-    return registry.Call("softmax", launchers, _checks.device_type(x), x.dtype, {"V": x.shape[-1]})
+class Softmax(NamedTuple):
+    x: Tensor
 
 
-def softmax_backward_call(probs: Tensor, grad: Tensor) -> registry.Call:
-    """Check the arguments of `softmax_backward` and describe the call to the backends."""
-    op = "softmax_backward"
+class SoftmaxBackward(NamedTuple):
+    probs: Tensor
+    grad: Tensor
+
+
+def _check(op: str, x: Tensor) -> Softmax:
+    _checks.floating(op, "x", x)
+    _checks.at_least_dims(op, "x", x, 1)
+    return Softmax(x)
+
+
+def _check_backward(op: str, probs: Tensor, grad: Tensor) -> SoftmaxBackward:
     _checks.floating(op, "probs", probs)
-    _checks.floating(op, "grad", grad)
     _checks.at_least_dims(op, "probs", probs, 1)
-    _checks.shape(op, "grad", grad, probs.shape, "the shape of probs")
-    _checks.same_dtype(op, "grad", grad, "probs", probs)
-    _checks.same_device(op, "grad", grad, "probs", probs)
-    return registry.Call(op, (op,), _checks.device_type(probs), probs.dtype, {"V": probs.shape[-1]})
+    _checks.like(op, "grad", grad, "probs", probs)
+    return SoftmaxBackward(probs, grad)
 
 
-def _prepare_forward(x: Tensor, backend: str) -> Callable[[Tensor], Tensor]:
-    return registry.prepare(backend, "softmax_forward", (x,), ())
+def _describe(args: Softmax | SoftmaxBackward) -> Described:
+    return Described(args[0], {"V": args[0].shape[-1]})
 
 
-def _run_backward(probs: Tensor, grad: Tensor, backend: str) -> Tensor:
-    return registry.launcher(backend, "softmax_backward")(probs, grad)
+def _fake(args: Softmax | SoftmaxBackward) -> Tensor:
+    return torch.empty_like(args[0], memory_format=torch.contiguous_format)
 
 
-def _fake_like_first(x: Tensor, *others: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _differentiate(saved: Saved, grad: Tensor) -> tuple[Tensor]:
+    return (saved.run(_backward, SoftmaxBackward(saved.results[0], grad)),)
 
 
-def _save(ctx: Any, args: tuple[Any, ...], probs: Tensor) -> None:
-    ctx.save_for_backward(probs)
-    ctx.backend = args[1]
-
-
-def _differentiate(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-    if grad is None:
-        return None, None
-    (probs,) = ctx.saved_tensors
-    return _backward(probs, grad, ctx.backend), None
-
-
-_forward = _library.define(
-    "softmax_forward",
-    "(Tensor x, str backend) -> Tensor",
-    prepare=_prepare_forward,
-    fake=_fake_like_first,
-    save=_save,
-    backward=_differentiate,
-)
-_backward = _library.define(
-    "softmax_backward",
-    "(Tensor probs, Tensor grad, str backend) -> Tensor",
-    run=_run_backward,
-    fake=_fake_like_first,
-)
+_forward = Op(
+    "softmax_forward", Softmax, public="softmax", check=_check, describe=_describe, fake=_fake,
+    backward=_differentiate, backward_launchers=("softmax_backward",), saves_results=(0,),
+)  # fmt: skip
+_backward = Op("softmax_backward", SoftmaxBackward, check=_check_backward, describe=_describe, fake=_fake)

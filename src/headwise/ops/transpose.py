@@ -2,20 +2,19 @@
 
     y[..., j, i] = x[..., i, j]
 
-No arithmetic is done, so the kernels know no dtypes: they move elements of 1, 2, 4 or 8 bytes, and are handed integers.
+No arithmetic is done, so the kernels know no dtypes: they move integers of 1, 2, 4 or 8 bytes (`layout.as_integers`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.backends import registry
-from headwise.ops import _checks, _library
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from headwise import layout
+from headwise.ops import _checks
+from headwise.ops._op import Described, Op, Saved
 
 
 def transpose(x: Tensor, *, backend: str | None = None) -> Tensor:
@@ -23,45 +22,44 @@ def transpose(x: Tensor, *, backend: str | None = None) -> Tensor:
 
     Any dtype of 1, 2, 4 or 8 bytes, any strides. Differentiable in ``x`` where its dtype is.
     """
-    return _forward(x, registry.choose(transpose_call(x), backend))
+    if isinstance(x, Tensor) and x.dtype.is_complex and x.is_conj():  # torch.compile does not trace is_conj
+        x = x.resolve_conj()
+    y: Tensor = _forward((x,), (), backend)
+    return y
 
 
-def transpose_call(x: Tensor) -> registry.Call:
-    """Check the arguments of `transpose` and describe the call to the backends."""
-    _checks.tensor("transpose", "x", x)
-    _checks.at_least_dims("transpose", "x", x, 2)
-    if x.dtype.itemsize not in _BITS:
+class Transpose(NamedTuple):
+    x: Tensor
+
+
+def _check(op: str, x: Tensor) -> Transpose:
+    _checks.tensor(op, "x", x)
+    _checks.at_least_dims(op, "x", x, 2)
+    if x.dtype.itemsize not in layout.INTEGERS:
         raise TypeError(
-            f"transpose: x has dtype {_checks.short(x.dtype)} of {x.dtype.itemsize} bytes; "
+            f"{op}: x has dtype {_checks.short(x.dtype)} of {x.dtype.itemsize} bytes; "
             "it needs a dtype of 1, 2, 4 or 8 bytes"
         )
-    # Every backend computes in float32; what it has to judge here is the size of an element, not its dtype.
+    return Transpose(x)
+
+
+def _describe(args: Transpose) -> Described:
+    x = args.x
     sizes = {"M": x.shape[-2], "N": x.shape[-1], "bytes": x.dtype.itemsize}
-    return registry.Call("transpose", ("transpose_forward",), _checks.device_type(x), torch.float32, sizes)
+    # Every backend computes in float32; what it has to judge here is the size of an element, not its dtype.
+    return Described(x, sizes, dtype=torch.float32)
 
 
-def _run_forward(x: Tensor, backend: str) -> Tensor:
-    bits = x.resolve_conj().resolve_neg().view(_BITS[x.dtype.itemsize])
-    return registry.launcher(backend, "transpose_forward")(bits).view(x.dtype)
-
-
-def _fake_forward(x: Tensor, backend: str) -> Tensor:
+def _fake(args: Transpose) -> Tensor:
+    x = args.x
     return x.new_empty((*x.shape[:-2], x.shape[-1], x.shape[-2]))
 
 
-def _save(ctx: Any, args: tuple[Any, ...], y: Tensor) -> None:
-    ctx.backend = args[1]
+def _differentiate(saved: Saved, grad: Tensor) -> tuple[Tensor]:
+    return (saved.run(_forward, Transpose(grad)),)
 
 
-def _differentiate(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-    return (None if grad is None else _forward(grad, ctx.backend)), None
-
-
-_forward = _library.define(
-    "transpose_forward",
-    "(Tensor x, str backend) -> Tensor",
-    run=_run_forward,
-    fake=_fake_forward,
-    save=_save,
+_forward = Op(
+    "transpose_forward", Transpose, public="transpose", check=_check, describe=_describe, fake=_fake,
     backward=_differentiate,
-)
+)  # fmt: skip

@@ -7,14 +7,9 @@ from torch import Tensor
 
 
 def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-) -> Tensor:
+    logits: Tensor, targets: Tensor, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    z_loss: float = 0.0, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     classes = logits.shape[-1]
     targets = targets.long()
     ignored = targets == ignore_index

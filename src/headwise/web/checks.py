@@ -1,8 +1,8 @@
-"""Cases of every op, forward and backward, with golden results: what the page checks a GPU with.
+"""Cases of every op, forward and backward, with golden results, for the page to check a GPU with.
 
-The cases are smaller than those of the tables (a site is downloaded), and made, run and judged by the same suites: golden
-results are the oracle's in float64, and what may be missing from them is the error budget, in both of its norms. They are
-stored in float32; half a unit in its last place is added to the budget for that.
+The cases are smaller than those of the tables, since they are downloaded, but use the same suites. Golden results are
+the oracle's in float64, and the allowed difference is the error budget, in both of its norms. They are stored in
+float32; the budget is larger by the rounding error of that.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ STORED = torch.float32
 
 
 class Golden(NamedTuple):
-    """What an output must be: elements in the order they lie in memory, and the largest errors allowed, absolute."""
+    """The expected output: its elements in the order of memory, and the largest absolute errors allowed."""
 
-    output: Output
     elements: Tensor
     rms: float
     largest: float
@@ -45,7 +44,7 @@ class Check(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A line of the table below."""
+    """A row of the table below."""
 
     name: str
     parameters: dict[str, Any]  # of the suite
@@ -54,7 +53,7 @@ class Row(NamedTuple):
 
 
 def _sum_join_copy(arguments: Arguments, backend: str | None = None) -> Outputs:
-    """What arrays do besides the ops: gradients meet in a sum, parts are joined, memory is copied."""
+    """What arrays do besides the ops: gradients are added, parts joined, memory copied."""
     from headwise.backends.webgpu import copies, runtime
     from headwise.backends.webgpu.array import Array
 
@@ -91,7 +90,15 @@ CASES: dict[str, list[Row]] = {
         Row("mask with empty rows", {"sq": 80, "hq": 1, "d": 16, "mask": (80, 80), "empty_rows": True, "chance": 0.1}),
         Row("bias", {"sq": 70, "hq": 1, "d": 16, "bias": (1, 1, 70, 70)}),
         Row("lengths", {"b": 3, "sq": 40, "sk": 75, "hq": 1, "d": 16, "lengths": [75, 0, 33]}),
+        Row(
+            "padding on both sides, sink",
+            {
+                "b": 3, "sq": 40, "sk": 60, "hq": 1, "d": 16, "q_lengths": [40, 17, 0], "lengths": [60, 17, 33],
+                "kv_starts": [5, 0, 10], "causal": True, "sink": True,
+            },
+        ),
         Row("softcap", {"sq": 90, "hq": 1, "d": 16, "softcap": 5.0, "scale": 0.5}),
+        Row("dropout", {"b": 2, "sq": 70, "sk": 50, "hq": 4, "hk": 2, "d": 16, "dropout": 0.3, "dropout_seed": 2**40 + 7}),
         Row("sink", {"sq": 70, "sk": 50, "hq": 4, "hk": 2, "d": 16, "sink": True, "causal": True}),
         Row("no keys", {"sq": 8, "sk": 0, "d": 16, "sink": True, "causal": True}),
         Row(
@@ -109,6 +116,7 @@ CASES: dict[str, list[Row]] = {
         Row("empty sequences", {"q_lengths": [0, 40, 0, 0, 30, 0], "d": 16, "causal": True}),
         Row("fewer queries than keys", {"q_lengths": [1, 9, 20], "k_lengths": [30, 9, 70], "d": 16, "causal": True}),
         Row("rows past the end", {"q_lengths": [40, 20], "trailing": 20, "d": 16, "causal": True}),
+        Row("dropout", {"q_lengths": [40, 3, 0, 30], "d": 16, "causal": True, "dropout": 0.2, "dropout_seed": -1}),
         Row(
             "window, grouped heads, softcap, sink",
             {"q_lengths": [40, 0, 30], "hq": 4, "hk": 2, "d": 16, "window": (10, 0), "softcap": 9.0, "sink": True},
@@ -119,13 +127,16 @@ CASES: dict[str, list[Row]] = {
         Row("contiguous", {"lengths": [70, 1, 0, 90], "capacity": 96, "hq": 4, "hk": 1, "d": 16}, (F32, BF16)),
         Row("speculative tokens", {"lengths": [50, 4, 2], "capacity": 64, "sq": 4, "hk": 1, "d": 16}),
         Row(
-            "window, softcap, sink",
-            {"lengths": [60, 0, 70], "capacity": 80, "d": 32, "window": (31, 0), "softcap": 8.0, "sink": True},
+            "window, softcap, sink, left padding",
+            {
+                "lengths": [60, 0, 70], "starts": [40, 0, 10], "capacity": 80, "d": 32, "window": (31, 0), "softcap": 8.0,
+                "sink": True,
+            },
             (F32, BF16),
             False,
         ),
         Row("three splits, head dim 128", {"lengths": [90], "capacity": 96, "d": 128, "num_splits": 3}, (F32,), False),
-        # Pages are gathered outside of WebGPU for gradients.
+        # For gradients, pages are gathered outside of WebGPU.
         Row("paged", {"lengths": [100, 16, 0, 33], "page_size": 16, "d": 32}, (F16,), False),
         Row(
             "paged, all flags",
@@ -142,11 +153,12 @@ CASES: dict[str, list[Row]] = {
             ALL,
         ),
         Row("rows", {"sq": 70, "hq": 1, "d": 16, "causal": True, "rows": [0, 7, -1, 7, 69]}),
+        Row("dropout", {"b": 2, "sq": 40, "sk": 50, "d": 16, "dropout": 0.4, "dropout_seed": 5}),
         Row(
             "mask, bias, lengths, softcap, sink",
             {
                 "b": 2, "sq": 40, "sk": 50, "d": 16, "mask": (40, 50), "empty_rows": True, "bias": (2, 40, 50),
-                "lengths": [50, 21], "softcap": 10.0, "sink": True,
+                "lengths": [50, 21], "q_lengths": [40, 30], "kv_starts": [11, 3], "softcap": 10.0, "sink": True,
             },
         ),
     ],
@@ -175,6 +187,17 @@ CASES: dict[str, list[Row]] = {
         Row("targets outside", {"shape": (30, 70), "outside": True, "reduction": "none"}),
         Row("17001 classes", {"shape": (1, 17001)}),
     ],
+    "linear_cross_entropy": [
+        Row("mean", {"tokens": (37,), "width": 40, "classes": 300}, ALL),
+        Row(
+            "none, every option and result",
+            {
+                "tokens": (21,), "width": 23, "classes": 131, "reduction": "none", "label_smoothing": 0.1, "z_loss": 1e-3,
+                "softcap": 20.0, "ignored": "some", "bias": True, "weights": "float32", "return_logprobs": True,
+                "return_entropy": True,
+            },
+        ),
+    ],
     "embedding": [
         Row("width 111", {"ids": (3, 20), "table": (50, 111)}, ALL),
         Row("one id throughout", {"ids": (300,), "table": (20, 33), "different": 1}),
@@ -190,6 +213,33 @@ CASES: dict[str, list[Row]] = {
         Row("weight in float32, offset 1", {"shape": (20, 257), "weight": "float32", "weight_offset": 1.0}, (BF16,)),
         Row("leading dims turned", {"shape": (6, 5, 77), "layout": "turned"}),
     ],
+    "layer_norm": [
+        Row("width 111", {"shape": (7, 111)}, ALL),
+        Row("width 2048, no bias", {"shape": (3, 2048), "bias": "none"}),
+        Row("width 17001", {"shape": (1, 17001)}),
+        Row("mean a million deviations away", {"shape": (5, 1100), "mean": 1e4, "scale": 1e-2}),
+        Row("many rows, weight in float32", {"shape": (600, 12), "weight": "float32"}, (BF16,)),
+    ],
+    "add_rms_norm": [
+        Row("width 111", {"shape": (7, 111)}, ALL),
+        Row("width 17001", {"shape": (1, 17001)}),
+        Row("many rows, weight offset 1", {"shape": (600, 12), "weight_offset": 1.0}),
+        Row("no weight, leading dims turned", {"shape": (6, 5, 77), "weight": "none", "layout": "turned"}, (BF16,)),
+    ],
+    "glu": [
+        Row("silu", {"shape": (9, 128)}, ALL),
+        Row("halves of an odd width, gelu", {"shape": (7, 33), "layout": "halves", "activation": "gelu"}, (F32, BF16)),
+        Row("halves, gelu_tanh", {"shape": (7, 32), "layout": "halves", "activation": "gelu_tanh"}),
+        Row("tail of gelu", {"shape": (5, 64), "shift": -5.0, "scale": 0.5, "activation": "gelu"}),
+        Row("relu2", {"shape": (7, 40), "activation": "relu2"}),
+        Row("large gates, sigmoid", {"shape": (7, 40), "scale": 50.0, "activation": "sigmoid"}),
+    ],
+    "rope": [
+        Row("q and k, heads inside", {"h": 4, "hk": 2, "s": 20, "layout": "bshd"}, ALL),
+        Row("interleaved, packed", {"h": 3, "s": 12, "layout": "packed", "interleaved": True}),
+        Row("part of an odd head", {"h": 2, "s": 12, "d": 37, "r": 9}, (F32, BF16)),
+        Row("positions outside", {"h": 2, "s": 12, "d": 40, "r": 12, "positions": "outside"}),
+    ],
     "transpose": [
         Row("odd sizes", {"shape": (33, 65)}, ALL),
         Row("blocks", {"shape": (80, 96)}, (F32, BF16)),
@@ -201,8 +251,10 @@ CASES: dict[str, list[Row]] = {
 
 
 def checks(tiers: Sequence[Tier]) -> Iterator[tuple[Check, ...]]:
-    """All checks, each for every tier: they differ in their programs alone."""
-    for op, rows in CASES.items():
+    """All checks, each for every tier: only the programs differ. An op without rows above uses its quick cases."""
+    others = {op: suite.cases for op, suite in SUITES.items() if op not in CASES}
+    quick = {op: [Row(c.name, dict(c.params)) for c in cases if "quick" in c.tags] for op, cases in others.items()}
+    for op, rows in (CASES | quick).items():
         suite = ARRAYS if op == ARRAYS.op else SUITES[op]
         for row in rows:
             judged = suite if row.gradients else replace(suite, differentiable=())
@@ -228,7 +280,7 @@ def check(suite: Suite, case: Case, dtype: torch.dtype, tiers: Sequence[Tier]) -
 
 
 def placed(value: Any) -> Any:
-    """An argument with its tensors in the memory that is recorded."""
+    """An argument with its tensors on the recording device."""
     from headwise.webgpu import array
 
     if isinstance(value, Tensor):
@@ -271,13 +323,12 @@ def _leaves(suite: Suite, values: Arguments) -> dict[str, Tensor]:
 def _golden(output: Output, truth: Tensor, plain: Tensor, noise: float) -> Golden:
     budget = testing.budget(truth, plain, output.dtype, noise)
     stored = torch.finfo(STORED).eps / 2
-    return Golden(
-        output, in_memory_order(truth, output), (budget.l2 + stored) * budget.norm, (budget.max + stored) * budget.peak
-    )
+    rms, largest = (budget.l2 + stored) * budget.norm, (budget.max + stored) * budget.peak
+    return Golden(in_memory_order(truth, output), rms, largest)
 
 
 def in_memory_order(x: Tensor, output: Output) -> Tensor:
-    """The elements of x, one after the other as those of the output lie."""
+    """The elements of x in the order of the output's memory."""
     flat = torch.empty(x.numel(), dtype=STORED)
     flat.as_strided(output.shape, output.strides).copy_(x)
     return flat

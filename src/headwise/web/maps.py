@@ -1,10 +1,10 @@
-"""The attention maps of a demo, to be computed again by the page: queries and keys of every layer, as the run left them.
+"""The attention maps of a demo, for the page to compute again from the queries and keys that the run saved.
 
-Golden are the probabilities in the run's folder. They were computed in float32 too, by whatever backend: two results
-within the error budget may lie twice as far apart.
+The golden results are the probabilities in the run's folder. They are float32 results of some backend, so the
+difference may be twice the error budget.
 
-The page has a slider for the temperature. What a kernel is given for it is found out, not known: the program is recorded
-with another scale too, and the parameters in which the two differ must be in proportion to it.
+The page has a slider for the temperature. To find the parameters that depend on it, the program is recorded with a
+second scale: parameters that differ between the two must be proportional to the scale.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import headwise as hw
 from headwise import testing
 from headwise.cases import SUITES
 from headwise.demo.record import LayerAttention
+from headwise.nn.transformer import sliding_window
 from headwise.testing import Arguments
 from headwise.web.checks import Golden, in_memory_order, placed
 from headwise.web.recording import Program, recording
@@ -34,7 +35,6 @@ class Scaled(NamedTuple):
 
 
 class Map(NamedTuple):
-    layer: LayerAttention
     program: Program
     golden: Golden
     scaled: list[Scaled]
@@ -44,15 +44,15 @@ def maps(layer: LayerAttention, tiers: Sequence[Tier]) -> tuple[Map, ...]:
     """One layer's map for every tier."""
     arguments: Arguments = {
         "q": layer.q[None].contiguous(), "k": layer.k[None].contiguous(), "causal": True, "scale": layer.scale,
-        "softcap": layer.softcap, "window": None if layer.window is None else (layer.window - 1, 0),
+        "softcap": layer.softcap, "window": sliding_window(layer.window),
     }  # fmt: skip
     allowed = 2 * _budget(arguments)
     made = []
     for tier in tiers:
         program, doubled = (_record(arguments | {"scale": scale}, tier) for scale in (layer.scale, 2 * layer.scale))
         output = program.outputs["probs"]
-        golden = Golden(output, in_memory_order(layer.probs[None], output), allowed, allowed)
-        made.append(Map(layer, program, golden, _scaled(program, doubled)))
+        golden = Golden(in_memory_order(layer.probs[None], output), allowed, allowed)
+        made.append(Map(program, golden, _scaled(program, doubled)))
     return tuple(made)
 
 
@@ -63,7 +63,7 @@ def _record(arguments: Arguments, tier: Tier) -> Program:
 
 
 def _budget(arguments: Arguments) -> float:
-    """The largest error of a weight that is allowed."""
+    """The largest allowed error of a weight."""
     suite = SUITES["attention_probs"]
     truth = suite.reference(testing.upcast(arguments, torch.float64))["probs"]
     budget = testing.budget(truth, suite.reference(arguments)["probs"], torch.float32)

@@ -1,6 +1,6 @@
-"""Programs of real sizes for the page to time: the cases of ``headwise bench``, in sizes that grow while a GPU is fast.
+"""Programs of real sizes for the page to time: cases of ``headwise bench``, in sizes that grow while a GPU is fast.
 
-Inputs are random numbers that the page makes itself, and nothing of their results is known but that they are finite.
+The page draws the inputs itself. Of the results it only checks that they are finite.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SIDES = (256, 512, 1024, 2048, 4096)
 
 
 class Measure(NamedTuple):
-    """One line of the page: programs of one kind, smallest first."""
+    """One program to time. Those of one name are a line of the page, smallest first."""
 
     name: str
-    size: str  # this one's
+    size: str
     unit: Literal["flop", "byte"]
     work: float  # in these units
     program: Program
@@ -77,7 +77,7 @@ def _cases() -> dict[str, list[tuple[str, BenchCase]]]:
 
 
 class _Zeros(Maker):
-    """The page draws its own numbers: only shapes matter here, and numbers that mean something."""
+    """Zeros for random floats, which the page draws itself; integers are drawn as usual."""
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype)
@@ -117,7 +117,7 @@ def _drawn_there(given: Sequence[Tensor]) -> None:
 
 
 def _copy(tier: Tier, words: int) -> Measure:
-    """What the GPU's memory gives at best: a plain copy, sixteen bytes per thread."""
+    """The most that the GPU's memory can do: a plain copy, sixteen bytes per thread."""
     from headwise.backends.webgpu import copies, runtime
     from headwise.backends.webgpu.array import Array
 

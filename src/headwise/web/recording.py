@@ -1,12 +1,11 @@
-"""A device of WebGPU that computes nothing and writes down what it is told, without adapter and without driver.
+"""A WebGPU device that computes nothing and records its commands. It needs no adapter and no driver.
 
 >>> with recording(capabilities) as tape:
 ...     out = hw.softmax(hw.webgpu.array(x))
 >>> program = tape.program({"probs": out})
 
-The program then is a list of buffers with what is in them at first, a list of dispatches, and where the outputs lie. No
-buffer is used twice for different things, so that all uploads can be done before the first dispatch, and the dispatches
-run again and again.
+A program is a list of buffers with their initial content, a list of dispatches, and the places of the outputs. No
+buffer is reused, so all uploads can be done before the first dispatch, and the dispatches can be repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from headwise.backends import registry
 from headwise.backends.webgpu import runtime, shaders
 from headwise.backends.webgpu.adapter import Capabilities
 from headwise.backends.webgpu.array import Array
-from headwise.backends.webgpu.storage import USAGE, Pool, Region
+from headwise.backends.webgpu.storage import USAGE, Region
 from headwise.config import settings
 
 
@@ -30,13 +29,13 @@ from headwise.config import settings
 class Buffer:
     size: int  # bytes
     content: bytes | None = None  # what was uploaded; None: nothing, a kernel writes it
-    random: torch.dtype | None = None  # whatever numbers of this dtype, in place of what was uploaded
+    random: torch.dtype | None = None  # random numbers of this dtype replace what was uploaded
 
 
 class Shader(NamedTuple):
     name: str  # of the kernel family
     text: str
-    writes: tuple[bool, ...]  # by binding, the parameters left out
+    writes: tuple[bool, ...]  # by binding, without the parameters
 
 
 class Binding(NamedTuple):
@@ -53,7 +52,7 @@ class Dispatch(NamedTuple):
 
 
 class Output(NamedTuple):
-    """A result that lies densely in its buffer, from byte ``first`` on, in the order that its strides say."""
+    """A result that is dense in its buffer, from byte ``first`` on, in the order of its strides."""
 
     buffer: Buffer
     first: int
@@ -66,11 +65,11 @@ class Program(NamedTuple):
     buffers: list[Buffer]  # in the order of their first use
     dispatches: list[Dispatch]
     outputs: dict[str, Output]
-    prepared: int = 0  # so many dispatches make what the others work on; they are not timed
+    prepared: int = 0  # the first dispatches, which prepare the inputs of the others and are not timed
 
 
 class Tape:
-    """Stands where wgpu's device stands, and its queue, its command encoder and its pass: what is called is kept."""
+    """In place of wgpu's device, queue, command encoder and pass: it records the calls."""
 
     def __init__(self) -> None:
         self.queue = self
@@ -80,7 +79,7 @@ class Tape:
         self._group: tuple[bytes, tuple[Binding, ...]] | None = None
 
     def program(self, outputs: Mapping[str, torch.Tensor]) -> Program:
-        """All that was recorded so far; the outputs are arrays. One without elements is nobody's to compute: left out."""
+        """All that was recorded so far. The outputs are arrays; those without elements are left out."""
         used = dict.fromkeys(binding.buffer for dispatch in self._dispatches for binding in dispatch.bound)
         found = {name: _output(name, x) for name, x in outputs.items() if x.numel()}
         for name, output in found.items():
@@ -89,10 +88,10 @@ class Tape:
         return Program(list(used), list(self._dispatches), found, self._prepared)
 
     def prepared(self) -> None:
-        """What was recorded so far is preparation."""
+        """Marks what was recorded so far as preparation."""
         self._prepared = len(self._dispatches)
 
-    # ------------------------------------------------------------------------------ what wgpu's objects are called with
+    # --------------------------------------------------------------------------------------------- the calls of wgpu
 
     def create_buffer(self, *, size: int, usage: int) -> Buffer:
         if usage != USAGE:
@@ -115,8 +114,9 @@ class Tape:
         return Shader(label, compute["module"], layout)
 
     def create_bind_group(self, *, layout: Any, entries: Sequence[Any]) -> tuple[bytes, tuple[Binding, ...]]:
-        parameters, *others = (entry["resource"] for entry in entries)
-        return parameters["buffer"].content, tuple(Binding(r["buffer"], r["offset"], r["size"]) for r in others)
+        bound = [entry["resource"] for entry in entries]
+        (buffer, first, size), *others = [(r["buffer"], r["offset"], r["size"]) for r in bound]
+        return buffer.content[first : first + size], tuple(Binding(*binding) for binding in others)
 
     def write_buffer(self, buffer: Buffer, offset: int, data: Any) -> None:
         buffer.content = bytes(data)
@@ -148,31 +148,31 @@ class Tape:
         pass
 
 
-class _NewMemory(Pool):
-    """Gives nothing a second time."""
+class _NothingFree(dict[int, list[Any]]):
+    """The free buffers of a pool that never reuses one."""
 
-    def _collect(self) -> None:
-        pass
+    def __missing__(self, size: int) -> list[Any]:
+        return []
 
 
 @contextmanager
 def recording(capabilities: Capabilities) -> Iterator[Tape]:
-    """Within the block, WebGPU is a device that can do ``capabilities`` and computes nothing."""
+    """Within the block, the WebGPU device is a recording one with these capabilities."""
     tape = Tape()
-    device = runtime.Device((tape, capabilities), shaders.TINT)
-    device.pool = _NewMemory(tape, capabilities.buffer_bytes, capabilities.name, device.flush)
-    registry.ask_again("webgpu")  # there may be no adapter here
+    device = runtime.OpenDevice((tape, capabilities), shaders.TINT)
+    device.pool.free = _NothingFree()
+    registry.ask_again()  # there may be no adapter here
     validate, settings.validate = settings.validate, False  # which reads values back
     try:
         with runtime.current(device), registry.use_backend("webgpu"):
             yield tape
     finally:
         settings.validate = validate
-        registry.ask_again("webgpu")
+        registry.ask_again()
 
 
 def region(x: torch.Tensor) -> Region:
-    """Where the elements of an array lie."""
+    """The region of an array."""
     if not isinstance(x, Array):
         raise TypeError(f"{type(x).__name__} is not in the memory that was recorded")
     return x._region

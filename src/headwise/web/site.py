@@ -1,9 +1,9 @@
-"""The page as a folder of static files, that any server can serve.
+"""The page as a folder of static files.
 
 ``index.html``, ``*.js``, ``*.css``   the page
 ``site.json``                         version, tiers, how many programs
-``programs/<tier>.json``              checks, measures and maps: buffers, dispatches, where outputs lie
-``data/<op>.bin``                     what is in the buffers, and golden results
+``programs/<tier>.json``              checks, measures and maps: buffers, dispatches, places of the outputs
+``data/<op>.bin``                     the content of the buffers, and golden results
 ``shaders.json.gz``                   every WGSL text once, exactly as the backend renders it
 
 The same version of Headwise writes the same bytes, on every machine with the same PyTorch.
@@ -28,13 +28,14 @@ from headwise.backends.webgpu import runtime
 from headwise.backends.webgpu.array import Array
 from headwise.demo import colours, report
 from headwise.demo.record import AttentionSample
+from headwise.ops._checks import short
 from headwise.web import checks, maps, measures
 from headwise.web.checks import Golden
 from headwise.web.recording import Output, Program, Shader, recording
 from headwise.web.tiers import TIERS
 
 PAGE = Path(__file__).parent / "page"
-# Parts of the demo's report that this page is made of too.
+# Files of the demo's report that this page uses too.
 SHARED = (
     *report.STYLES,
     "attention.js",
@@ -49,7 +50,7 @@ SHARED = (
 
 
 class Site:
-    """Collects what the files will say."""
+    """Collects the content of the files."""
 
     def __init__(self) -> None:
         self.programs: dict[str, dict[str, list[Any]]] = {
@@ -66,7 +67,7 @@ class Site:
             for tier, check in zip(TIERS, made, strict=True):
                 self.programs[tier.name]["checks"].append(
                     {
-                        "op": check.op, "case": check.case, "dtype": _name(check.dtype), "call": check.call,
+                        "op": check.op, "case": check.case, "dtype": short(check.dtype), "call": check.call,
                         "data": check.op, **self._program(check.program, data, check.golden),
                     }
                 )  # fmt: skip
@@ -127,7 +128,7 @@ class Site:
         for buffer in program.buffers:
             said: dict[str, Any] = {"size": buffer.size}
             if buffer.random is not None:
-                said["random"] = _name(buffer.random)
+                said["random"] = short(buffer.random)
             elif buffer.content is not None:
                 said["data"] = data.add(buffer.content)
             buffers.append(said)
@@ -163,13 +164,13 @@ class Site:
 
 @dataclass
 class _Data:
-    """Blocks of bytes one after the other, each at a multiple of four, equal ones once."""
+    """Blocks of bytes one after the other, each aligned to four bytes; equal ones are stored once."""
 
     content: bytearray = field(default_factory=bytearray)
     known: dict[bytes, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, block: bytes) -> tuple[int, int]:
-        """First byte, and how many."""
+        """The offset and size of the block."""
         if block not in self.known:
             self.known[block] = len(self.content), len(block)
             self.content += block + b"\0" * (-len(block) % 4)
@@ -179,7 +180,7 @@ class _Data:
 def write_site(
     folder: Path, sample: AttentionSample | None = None, say: Callable[[str], None] = lambda text: None
 ) -> None:
-    """Record everything and write it; ``sample`` is what a demo left to look at."""
+    """Record everything and write it; ``sample``: the attention of a demo, for its maps."""
     site = Site()
     say("checks of every op")
     site.add_checks()
@@ -193,7 +194,7 @@ def write_site(
 
 
 def _probe() -> Program:
-    """How wide a subgroup is, and whether its lanes are in order: what the backend asks a GPU too, when it opens it."""
+    """Finds the width of a subgroup and whether its lanes are in order, as the backend does when it opens a GPU."""
     some = next(tier for tier in TIERS if tier.subgroup)
     with recording(some.capabilities) as tape:
         device = runtime.device()
@@ -204,12 +205,8 @@ def _probe() -> Program:
 
 def _place(output: Output, places: dict[Any, int]) -> dict[str, Any]:
     return {
-        "buffer": places[output.buffer], "first": output.first, "dtype": _name(output.dtype), "shape": output.shape,
+        "buffer": places[output.buffer], "first": output.first, "dtype": short(output.dtype), "shape": output.shape,
     }  # fmt: skip
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _json(value: Any) -> bytes:

@@ -1,8 +1,7 @@
-"""The kinds of GPUs, as browsers describe them, that programs are recorded for; the page takes the first that fits.
+"""The kinds of GPUs that programs are recorded for; the page takes the first that fits.
 
-A browser promises the narrowest subgroup that a kernel may meet (``adapter.info.subgroupMinSize``). Nothing else of an
-adapter is counted on: sizes are the floor that every WebGPU device has, whatever more there may be. 16-bit floats need no
-tier of their own: they are packed and unpacked by what every device knows.
+A browser tells the narrowest subgroup of its GPU (``adapter.info.subgroupMinSize``). All other limits are the floor
+that every WebGPU device has. 16-bit floats need no tier of their own: every device can pack and unpack them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Tier(NamedTuple):
         )
 
 
-# Best first. NVIDIA, AMD and most phones have subgroups of 32 and more, Intel of 8, Apple's promise no more than 4.
+# Best first. NVIDIA, AMD and most phones have subgroups of 32 or more, Intel of 8; Apple guarantees only 4.
 TIERS = (
     Tier("subgroups-32", "subgroups of 32 or more", 32),
     Tier("subgroups-8", "subgroups of 8 or more", 8),

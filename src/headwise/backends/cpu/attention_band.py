@@ -1,13 +1,12 @@
-"""Which keys a block of queries sees: the geometry of causal, windows and lengths, without looking at any data.
+"""Which keys a block of queries sees: causal, windows and lengths as geometry, without looking at data.
 
-Query row r sits at position ``p = r + offset`` and sees the keys from ``p - left`` to ``p + right``. For a block of rows the
-visible keys fall into at most three ranges: some that a part of the rows sees, some that all see, some that a part sees.
-Keys outside of them are never touched, whatever they hold.
+Query row r sits at position ``p = r + offset`` and sees the keys from ``p - left`` to ``p + right``. The keys that a block
+of rows sees fall into at most three ranges: the middle one is seen by all rows, the outer ones by some. Other keys are
+never touched, whatever they hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,16 +25,11 @@ class Segment(NamedTuple):
 
     start: int
     stop: int
-    kind: str  # "full": all rows see all keys; "diagonal": row i sees keys 0..i; "partial": see `visible`
-
-
-def row_blocks(rows: int, size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, rows, size):
-        yield start, min(start + size, rows)
+    kind: str  # "full": all rows see all keys; "diagonal": row i sees keys 0..i; "partial": as `hidden` says
 
 
 def segments(start: int, stop: int, keys: int, band: Band, smallest_full: int = 1) -> list[Segment]:
-    """The key ranges that rows ``start`` to ``stop`` see. Full ranges below ``smallest_full`` join their neighbours."""
+    """The key ranges that rows ``start`` to ``stop`` see. A full range below ``smallest_full`` joins its neighbours."""
     first, last = start + band.offset, stop - 1 + band.offset  # positions
     low = 0 if band.left < 0 else max(0, first - band.left)
     high = keys if band.right < 0 else min(keys, last + band.right + 1)
@@ -43,7 +37,7 @@ def segments(start: int, stop: int, keys: int, band: Band, smallest_full: int = 
         return []
     full_low = 0 if band.left < 0 else max(0, last - band.left)
     full_high = keys if band.right < 0 else min(keys, first + band.right + 1)
-    # Causal: end the full range before the first row's own key, so that what is left is a square with its diagonal.
+    # Causal: the full range ends before the first row's own key, so that the rest is a square with its diagonal.
     square = band.right == 0 and first >= 0 and last < keys and full_low <= first
     if square:
         full_high = first
@@ -51,35 +45,28 @@ def segments(start: int, stop: int, keys: int, band: Band, smallest_full: int = 
         return [Segment(low, high, "full")]
     if full_high - full_low < smallest_full and not (square and low == full_low):
         return [Segment(low, high, "partial")]
-    pieces = [
+    ranges = [
         Segment(low, min(full_low, high), "partial"),
         Segment(full_low, full_high, "full"),
         Segment(max(full_high, low), high, "diagonal" if square else "partial"),
     ]
-    return [piece for piece in pieces if piece.start < piece.stop]
+    return [segment for segment in ranges if segment.start < segment.stop]
 
 
-def visible(start: int, stop: int, segment: Segment, band: Band) -> Tensor | None:
-    """bool ``(rows, keys)`` of the segment; None where all of it is visible."""
-    if segment.kind == "full":
-        return None
-    return ~hidden(start, stop, segment, band, transposed=False)
-
-
-def hidden(start: int, stop: int, segment: Segment, band: Band, transposed: bool) -> Tensor:
+def hidden(start: int, stop: int, segment: Segment, band: Band, transposed: bool = False) -> Tensor:
     """bool ``(rows, keys)``, or ``(keys, rows)`` if transposed: what the rows do not see of the segment."""
     rows, keys = stop - start, segment.stop - segment.start
     return _hidden(rows, keys, start + band.offset - segment.start, band.left, band.right, transposed)
 
 
-@lru_cache(maxsize=8)  # along a band the same shape comes again and again
+@lru_cache(maxsize=8)  # the same shape comes again and again along a band
 def _hidden(rows: int, keys: int, first: int, left: int, right: int, transposed: bool) -> Tensor:
     """Row 0 sits ``first`` keys after key 0."""
     row, key = torch.arange(rows) + first, torch.arange(keys)
     row, key = (row[None, :], key[:, None]) if transposed else (row[:, None], key[None, :])
-    gone = torch.zeros((keys, rows) if transposed else (rows, keys), dtype=torch.bool)
+    unseen = torch.zeros((keys, rows) if transposed else (rows, keys), dtype=torch.bool)
     if left >= 0:
-        gone |= key < row - left
+        unseen |= key < row - left
     if right >= 0:
-        gone |= key > row + right
-    return gone
+        unseen |= key > row + right
+    return unseen

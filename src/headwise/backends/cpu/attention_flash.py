@@ -1,30 +1,31 @@
 """Attention through PyTorch's CPU flash kernel, called per block of rows and range of visible keys, merged by lse.
 
-The kernel knows full and causal attention and an additive mask. It does not know softcap or values wider than keys, and
-has sharp edges that are blunted here: no rows or no keys is a division by zero inside, a fully masked row reports an lse
-of 0, and for 16-bit inputs its lse is only good to five digits and its float16 backward is ten times slower, so these
-are given to it as float32. Its backward takes any lse, so the lse of all keys makes the gradients of a range exact.
+The kernel knows full and causal attention and an additive mask; softcap and values wider than keys it does not know. Its
+sharp edges are dealt with here: it divides by zero without rows or keys, gives a fully masked row an lse of 0, and for
+16-bit inputs has an lse of five digits and a float16 backward that is ten times slower, so these are given as float32.
+Its backward takes any lse: with that of all keys, the gradients of a range are exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headwise.backends.cpu.attention_band import Segment, row_blocks, segments
+from headwise.backends.cpu.attention_band import Segment, segments
 from headwise.backends.cpu.attention_problem import (
+    ALL,
     Problem,
     accumulator,
-    finite_lse,
     scores_slice,
     seen_scores,
     without_hidden_keys,
 )
-from headwise.backends.cpu.merge import merge_attention
-from headwise.layout import lse_dtype
+from headwise.backends.cpu.merge import merge
+from headwise.layout import statistics_dtype
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -35,24 +36,32 @@ _SMALLEST_FULL = 256  # a shorter range of fully visible keys is not worth a cal
 
 
 def flash_whole(problem: Problem) -> tuple[Tensor, Tensor] | None:
-    """out and lse if one call of the kernel does it all: nothing to merge and nothing to copy. Else None."""
-    if problem.q.dtype != lse_dtype(problem.q.dtype) or problem.q.shape[3] != problem.v.shape[3]:
+    """out and lse if a single call of the kernel computes them, with nothing to merge or copy; else None."""
+    if problem.q.dtype != statistics_dtype(problem.q.dtype) or problem.q.shape[3] != problem.v.shape[3]:
         return None
     whole = _whole_segment(problem)
     if whole is None:
         return None
-    q, k, v, *_ = problem
-    return _kernel(q, k, v, 0.0, whole.kind == "diagonal", scale=problem.scale)
+    out, lse = _kernel(problem.q, problem.k, problem.v, 0.0, whole.kind == "diagonal", scale=problem.scale)
+    return out, lse.contiguous()
 
 
 def _whole_segment(problem: Problem) -> Segment | None:
-    """All keys for all rows, fully or up to the diagonal, without a mask or bias; None if it is anything else."""
+    """All keys for all rows, full or causal, without a mask or bias; None if it is anything else."""
     rows, keys = problem.q.shape[2], problem.k.shape[2]
-    if problem.mask is not None or problem.bias is not None or rows == 0 or keys == 0:
+    if problem.mask is not None or problem.bias is not None or problem.q.numel() == 0 or keys == 0:
         return None
     found = segments(0, rows, keys, problem.band)
     simple = len(found) == 1 and found[0].kind != "partial" and found[0].stop - found[0].start == keys
     return found[0] if simple else None
+
+
+def _calls(problem: Problem, start: int, stop: int) -> Iterator[tuple[Segment, bool, Any]]:
+    """The calls of PyTorch's kernel for a block of rows: the segment, whether it is causal, and the inputs."""
+    for segment in _segments(problem, start, stop):
+        inputs = _segment_inputs(problem, start, stop, segment)
+        if inputs is not None:
+            yield segment, segment.kind == "diagonal" and inputs[3] is None, inputs
 
 
 def flash_forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
@@ -61,79 +70,61 @@ def flash_forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     problem = _same_head_dims(problem)
     for start, stop in _row_blocks(problem):
         outs, lses = [], []
-        for segment in _segments(problem, start, stop):
-            part = _forward_segment(problem, start, stop, segment)
-            if part is not None:
-                outs.append(part[0])
-                lses.append(part[1])
-        rows = (slice(None), slice(None), slice(start, stop))
+        for _, causal, (q, k, v, additive, empty) in _calls(problem, start, stop):
+            partial_out, partial_lse = _kernel(q, k, v, 0.0, causal, attn_mask=additive, scale=problem.scale)
+            if empty is not None:
+                partial_out = partial_out.masked_fill(empty[..., None], 0.0)
+                partial_lse = partial_lse.masked_fill(empty, -torch.inf)
+            outs.append(partial_out)
+            lses.append(partial_lse)
+        rows = (ALL, ALL, slice(start, stop))
         if not outs:
             out[rows], lse[rows] = 0.0, -torch.inf
         else:
-            block_out, block_lse = (outs[0], lses[0]) if len(outs) == 1 else merge_attention(outs, lses)
+            block_out, block_lse = (outs[0], lses[0]) if len(outs) == 1 else merge(outs, lses)
             out[rows], lse[rows] = block_out[..., :width], block_lse
 
 
 def flash_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` in the dtype that sums are kept in; lse is that of all keys, sink included."""
+    """``(dq, dk, dv)`` in the dtype that sums are kept in. lse: of all keys, sink included, +inf for an empty row."""
     widths = problem.q.shape[3], problem.k.shape[3], problem.v.shape[3]
     problem = _same_head_dims(problem)
     grad_out, out = (_pad_last(x, problem.v.shape[3]) for x in (grad_out, out))
-    lse = finite_lse(lse)
     whole = _whole_segment(problem)
     if whole is not None:
-        dtype, causal = lse.dtype, whole.kind == "diagonal"
-        tensors = (x.to(dtype) for x in (grad_out, problem.q, problem.k, problem.v, out))
-        dq, dk, dv = _kernel_backward(*tensors, lse, 0.0, causal, scale=problem.scale)
-        return dq[..., : widths[0]], dk[..., : widths[1]], dv[..., : widths[2]]
-    dq, dk, dv = (accumulator(x) for x in (problem.q, problem.k, problem.v))
-    for start, stop in _row_blocks(problem):
-        rows = (slice(None), slice(None), slice(start, stop))
-        for segment in _segments(problem, start, stop):
-            inputs = _segment_inputs(problem, start, stop, segment)
-            if inputs is None:
-                continue
-            q, k, v, additive, _ = inputs
-            causal = segment.kind == "diagonal" and additive is None
-            parts = _kernel_backward(
-                grad_out[rows].to(q.dtype), q, k, v, out[rows].to(q.dtype), lse[rows], 0.0, causal,
-                attn_mask=additive, scale=problem.scale,
-            )  # fmt: skip
-            keys = (slice(None), slice(None), slice(segment.start, segment.stop))
-            for total, place, found in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
-                total[place] += found
-    dq, dk, dv = (x[..., :width] for x, width in zip((dq, dk, dv), widths, strict=True))
+        tensors = (x.to(lse.dtype) for x in (grad_out, problem.q, problem.k, problem.v, out))
+        grads = _kernel_backward(*tensors, lse, 0.0, whole.kind == "diagonal", scale=problem.scale)
+    else:
+        grads = [accumulator(x) for x in (problem.q, problem.k, problem.v)]
+        for start, stop in _row_blocks(problem):
+            rows = (ALL, ALL, slice(start, stop))
+            for segment, causal, (q, k, v, additive, _) in _calls(problem, start, stop):
+                partials = _kernel_backward(
+                    grad_out[rows].to(q.dtype), q, k, v, out[rows].to(q.dtype), lse[rows], 0.0, causal,
+                    attn_mask=additive, scale=problem.scale,
+                )  # fmt: skip
+                keys = (ALL, ALL, slice(segment.start, segment.stop))
+                for total, place, partial in zip(grads, (rows, keys, keys), partials, strict=True):
+                    total[place] += partial
+    dq, dk, dv = (x[..., :width] for x, width in zip(grads, widths, strict=True))
     return dq, dk, dv
-
-
-def _forward_segment(problem: Problem, start: int, stop: int, segment: Segment) -> tuple[Tensor, Tensor] | None:
-    inputs = _segment_inputs(problem, start, stop, segment)
-    if inputs is None:
-        return None
-    q, k, v, additive, empty = inputs
-    causal = segment.kind == "diagonal" and additive is None
-    out, lse = _kernel(q, k, v, 0.0, causal, attn_mask=additive, scale=problem.scale)
-    if empty is not None:
-        out = out.masked_fill(empty[..., None], 0.0)
-        lse = lse.masked_fill(empty, -torch.inf)
-    return out, lse
 
 
 def _segment_inputs(
     problem: Problem, start: int, stop: int, segment: Segment
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None:
     """q, k, v of the segment, the additive mask, and which rows see nothing of it; None if no row sees anything."""
-    dtype = lse_dtype(problem.q.dtype)
+    dtype = statistics_dtype(problem.q.dtype)
     q = problem.q[:, :, start:stop].to(dtype)
     k, v = (x[:, :, segment.start : segment.stop].to(dtype) for x in (problem.k, problem.v))
-    bias = scores_slice(problem.bias, slice(start, stop), slice(segment.start, segment.stop))
-    if bias is None and (segment.kind == "full" or segment.kind == "diagonal") and problem.mask is None:
+    if problem.mask is None and problem.bias is None and segment.kind != "partial":
         return q, k, v, None, None
     seen = seen_scores(problem, start, stop, segment)
     if seen is not None and not seen.any():
         return None
     k, v = (without_hidden_keys(x, seen, problem) for x in (k, v))
     rows, keys = stop - start, segment.stop - segment.start
+    bias = scores_slice(problem.bias, slice(start, stop), slice(segment.start, segment.stop))
     additive = torch.zeros((), dtype=dtype) if bias is None else bias.to(dtype)
     if seen is not None:
         additive = torch.where(seen, additive, -torch.inf)
@@ -148,8 +139,8 @@ def _row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
     blind = min(rows, -problem.band.offset) if problem.band.right == 0 and problem.band.offset < 0 else 0
     if blind:
         yield 0, blind
-    for start, stop in row_blocks(rows - blind, size):
-        yield blind + start, blind + stop
+    for start in range(blind, rows, size):
+        yield start, min(start + size, rows)
 
 
 def _rows_per_block(problem: Problem) -> int:
@@ -157,32 +148,30 @@ def _rows_per_block(problem: Problem) -> int:
     if problem.mask is not None or problem.bias is not None:
         return min(rows, _MASKED_ROWS)
     if band.left >= 0:
-        # A block sees its own rows plus the window; a quarter of the window in rows wastes little on masked scores.
+        # A block sees its own rows plus the window; with a quarter of the window in rows, few scores are masked.
         return min(rows, max(64, min(1024, (band.left + max(band.right, 0) + 1) // 4)))
     if band.right > 0:
         return min(rows, _MASKED_ROWS)
-    return rows  # full, or causal with nothing but a full rectangle and a square with its diagonal
+    return rows  # full, or causal: nothing but a full rectangle and a square with its diagonal
 
 
 def _segments(problem: Problem, start: int, stop: int) -> list[Segment]:
-    keys = problem.k.shape[2]
-    found = segments(start, stop, keys, problem.band, _SMALLEST_FULL)
+    found = segments(start, stop, problem.k.shape[2], problem.band, _SMALLEST_FULL)
     if problem.mask is None and problem.bias is None:
         return found
     # Masks are turned into floats piece by piece, never as a whole.
     scores = [x for x in (problem.mask, problem.bias) if x is not None]
     planes = max(x.shape[0] for x in scores) * max(x.shape[1] for x in scores)
     step = max(64, _MASK_ELEMENTS // max(1, planes * (stop - start)))
-    pieces = []
-    for segment in found:
-        kind = "full" if segment.kind == "full" else "partial"
-        for low in range(segment.start, segment.stop, step):
-            pieces.append(Segment(low, min(low + step, segment.stop), kind))
-    return pieces
+    return [
+        Segment(low, min(low + step, segment.stop), "full" if segment.kind == "full" else "partial")
+        for segment in found
+        for low in range(segment.start, segment.stop, step)
+    ]
 
 
 def _same_head_dims(problem: Problem) -> Problem:
-    """The kernel wants D = Dv: pad the narrower side with zeros, which changes neither scores nor the first Dv outputs."""
+    """The kernel wants D = Dv. Zeros behind the narrower side change neither scores nor the first Dv outputs."""
     width = max(problem.q.shape[3], problem.v.shape[3])
     q, k, v = (_pad_last(x, width) for x in (problem.q, problem.k, problem.v))
     return problem._replace(q=q, k=k, v=v)

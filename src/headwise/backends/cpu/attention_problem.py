@@ -1,6 +1,6 @@
-"""One attention problem with one geometry: what both engines of this backend work on.
+"""What both engines of this backend work on: attention with one geometry.
 
-A dense call without lengths is one problem; with lengths it is one per batch entry; a packed batch is one per sequence.
+A dense call without lengths is one problem. With lengths it is one per batch entry, and a packed batch is one per sequence.
 """
 
 from __future__ import annotations
@@ -10,48 +10,60 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.backends.cpu.attention_band import Band, Segment, visible
-from headwise.layout import lse_dtype
+from headwise.backends.cpu.attention_band import Band, Segment, hidden
+from headwise.backends.cpu.dropout import Dropout
+from headwise.layout import statistics_dtype
+
+ALL = slice(None)
 
 
 class Problem(NamedTuple):
     q: Tensor  # (B, Hq, Sq, D)
     k: Tensor  # (B, Hk, Sk, D)
     v: Tensor  # (B, Hk, Sk, Dv)
-    mask: Tensor | None  # bool, 4-D, dims of 1 are broadcast
-    bias: Tensor | None
+    mask: Tensor | None  # bool, 4-D; dims of 1 are broadcast
+    bias: Tensor | None  # likewise
     band: Band
     scale: float
     softcap: float  # 0: none
+    dropout: Dropout | None = None
 
 
-def largest_score(problem: Problem) -> float:
-    """A bound on the scaled scores, by Cauchy and Schwarz; infinite where there is NaN."""
-    longest = [torch.linalg.vector_norm(x, dim=-1, dtype=lse_dtype(x.dtype)).amax() for x in (problem.q, problem.k)]
-    bound = float(longest[0] * longest[1]) * problem.scale
-    return bound if bound == bound else float("inf")
+class Saved(NamedTuple):
+    """What a backward gets for the rows of a problem, beside its inputs."""
+
+    grad_out: Tensor  # (B, Hq, Sq, Dv)
+    grad_lse: Tensor | None  # (B, Hq, Sq)
+    out: Tensor
+    lse: Tensor  # sink included
+
+    def of_rows(self, rows: tuple[slice, ...]) -> Saved:
+        grad_lse = None if self.grad_lse is None else self.grad_lse[rows]
+        return Saved(self.grad_out[rows], grad_lse, self.out[rows], self.lse[rows])
 
 
-def scores_slice(x: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
+def scores_slice(x: Tensor | None, rows: slice, keys: slice, batch: slice = ALL) -> Tensor | None:
     """The part of a mask or bias that belongs to these scores; broadcast dims stay 1."""
     if x is None:
         return None
-    return x[:, :, rows if x.shape[2] > 1 else slice(None), keys if x.shape[3] > 1 else slice(None)]
+    return x[
+        batch if x.shape[0] > 1 else ALL, :, rows if x.shape[2] > 1 else ALL, keys if x.shape[3] > 1 else ALL
+    ]  # fmt: skip
 
 
 def seen_scores(problem: Problem, start: int, stop: int, segment: Segment) -> Tensor | None:
-    """bool, broadcastable to ``(B, Hq, rows, keys)``: geometry and mask together; None where all is visible."""
-    seen = visible(start, stop, segment, problem.band)
+    """bool, broadcastable to ``(B, Hq, rows, keys)``: what geometry and mask let be seen; None where that is all."""
     mask = scores_slice(problem.mask, slice(start, stop), slice(segment.start, segment.stop))
-    if mask is None:
-        return None if seen is None else seen[None, None]
-    return mask if seen is None else mask & seen
+    if segment.kind == "full":
+        return mask
+    in_band = ~hidden(start, stop, segment, problem.band)
+    return in_band[None, None] if mask is None else mask & in_band
 
 
 def without_hidden_keys(x: Tensor, seen: Tensor | None, problem: Problem) -> Tensor:
-    """Rows of k or v ``(B, Hk, keys, ·)`` that a mask hides from every query of the block, set to zero.
+    """k or v ``(B, Hk, keys, ·)`` with zeros for the keys that the mask hides from every query of the block.
 
-    Such keys may hold NaN, and zero times NaN is NaN. Geometry needs no such care: it cuts ranges to what some row sees.
+    Such keys may hold NaN, and zero times NaN is NaN. Geometry needs no such care: a segment has no key that no row sees.
     """
     if seen is None or problem.mask is None:
         return x
@@ -63,12 +75,7 @@ def without_hidden_keys(x: Tensor, seen: Tensor | None, problem: Problem) -> Ten
     return torch.where(by_head[..., None], x, 0.0).to(x.dtype)
 
 
-def finite_lse(lse: Tensor) -> Tensor:
-    """The lse with +inf where it is -inf: exp(s - lse) of an empty row becomes 0 instead of NaN."""
-    return lse.masked_fill(lse == -torch.inf, torch.inf)
-
-
 def accumulator(x: Tensor) -> Tensor:
-    """Zeros in the shape of x ``(B, H, S, D)``, stored heads inside, in the dtype that sums of x are kept in."""
+    """Zeros in the shape of x ``(B, H, S, D)``, stored as ``(B, S, H, D)``, in the dtype that sums are kept in."""
     batch, heads, length, last = x.shape
-    return torch.zeros((batch, length, heads, last), dtype=lse_dtype(x.dtype)).transpose(1, 2)
+    return torch.zeros((batch, length, heads, last), dtype=statistics_dtype(x.dtype)).transpose(1, 2)

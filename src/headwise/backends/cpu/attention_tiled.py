@@ -1,50 +1,48 @@
 """Attention by tiles of PyTorch matmuls with an online softmax: every flag, both directions.
 
-The unit of work is one key head with all its query heads: G query heads of R rows are one matrix of G·R rows, so keys are
-never expanded. A tile of it, about 256 rows × 1024 keys, stays in a core's cache between the passes, which write into
-preallocated scratch. Threads share the heads, or the rows where heads are few.
+A group is one key head with all its query heads: G query heads of R rows are one matrix of G·R rows, so keys are never
+expanded. A tile, about 256 rows × 1024 keys, stays in a core's cache between the passes over it, which write into
+preallocated scratch. Threads share the groups, or the rows of a group where groups are few.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.backends.cpu.attention_band import Segment, hidden, row_blocks, segments
+from headwise.backends.cpu.attention_band import Segment, hidden, segments
 from headwise.backends.cpu.attention_problem import (
     Problem,
     accumulator,
-    finite_lse,
-    largest_score,
     scores_slice,
     seen_scores,
     without_hidden_keys,
 )
+from headwise.backends.cpu.dropout import kept
 from headwise.backends.cpu.threads import in_threads
-from headwise.layout import lse_dtype
+from headwise.layout import statistics_dtype
 
 _LOG2E = math.log2(math.e)
 _TILE_ROWS = 256
 _TILE_KEYS = 1024
-_TASKS = 8  # where there are fewer heads, their rows are shared
+_TASKS = 8  # where there are fewer groups, their rows are shared
 _SCORES_PER_THREAD = 1 << 17  # about a millisecond
 _LARGEST_FAST_CAP = 64.0
-_TANH_ARGUMENT = 60.0  # tanh(x / 2) is 1 from there on, and its powers still finite
+_TANH_ARGUMENT = 60.0  # tanh(x / 2) is 1 from there on, and exp(x) is still finite
 
 
 def tiled_forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill out ``(B, Hq, Sq, Dv)`` and lse ``(B, Hq, Sq)``."""
     tasks, saturates = _tasks(problem), _saturates(problem)
 
-    def work(part: int, parts: int) -> None:
-        scratch = _Scratch(lse_dtype(problem.q.dtype), saturates)
-        for group, (b, heads), share in tasks[part::parts]:
-            _forward_head(group, out[b, heads], lse[b, heads], scratch, share)
+    def work(thread: int, threads: int) -> None:
+        scratch = _Scratch(statistics_dtype(problem.q.dtype), saturates)
+        for task in tasks[thread::threads]:
+            _forward_task(task, out[task.b, task.heads], lse[task.b, task.heads], scratch)
 
     in_threads(work, most=_worthwhile(problem, len(tasks)))
 
@@ -55,81 +53,75 @@ def tiled_backward(
     """``(dq, dk, dv)`` in the dtype that sums are kept in; adds the gradient of the bias into ``dbias`` if given.
 
     delta  ``rowsum(grad_out · out) - grad_lse``, (B, Hq, Sq)
-    lse    of all keys, sink included
+    lse    of all keys, sink included, +inf for an empty row
     """
-    lse = finite_lse(lse)
     tasks, saturates = _tasks(problem), _saturates(problem)
     dq = accumulator(problem.q)
-    # The rows of a head share its keys: each of the tasks of a head has sums of its own, which are added in order.
-    dk, dv = (torch.zeros((_tasks_per_head(problem), *x.shape), dtype=dq.dtype) for x in (problem.k, problem.v))
-    group_size = problem.q.shape[1] // problem.k.shape[1]
+    # The tasks of a group share its keys: each has sums of its own, which are added in order at the end.
+    dk, dv = (torch.zeros((tasks[0].step, *x.shape), dtype=dq.dtype) for x in (problem.k, problem.v))
 
-    def work(part: int, parts: int) -> None:
+    def work(thread: int, threads: int) -> None:
         scratch = _Scratch(dq.dtype, saturates)
-        for group, (b, heads), share in tasks[part::parts]:
-            keys = (share.first, b, heads.start // group_size)
-            _backward_head(
-                group, grad_out[b, heads], delta[b, heads], lse[b, heads],
-                dq[b, heads], dk[keys], dv[keys], _of_heads(dbias, b, heads), scratch, share,
+        for task in tasks[thread::threads]:
+            queries, keys = (task.b, task.heads), (task.first, task.b, task.key_head)
+            _backward_task(
+                task, grad_out[queries], delta[queries], lse[queries], dq[queries], dk[keys], dv[keys],
+                _of_heads(dbias, task.b, task.heads), scratch,
             )  # fmt: skip
 
-    # A bias may be shared by heads and rows: its sums are added up by one thread.
+    # A bias may be shared by heads and rows, so one thread adds up its gradient.
     in_threads(work, most=1 if dbias is not None else _worthwhile(problem, len(tasks)))
-    return dq, _sum_of_tasks(dk), _sum_of_tasks(dv)
-
-
-def _sum_of_tasks(x: Tensor) -> Tensor:
-    return x[0] if x.shape[0] == 1 else x.sum(0)
+    return dq, dk.sum(0) if len(dk) > 1 else dk[0], dv.sum(0) if len(dv) > 1 else dv[0]
 
 
 def _saturates(problem: Problem) -> bool:
-    return problem.softcap > 0 and largest_score(problem) > _TANH_ARGUMENT * problem.softcap / 2
+    """May some score lie so far beyond the softcap that its tanh needs a clamp? By Cauchy-Schwarz; NaN may."""
+    if not problem.softcap:
+        return False
+    longest = [
+        torch.linalg.vector_norm(x, dim=-1, dtype=statistics_dtype(x.dtype)).amax() for x in (problem.q, problem.k)
+    ]
+    return not float(longest[0] * longest[1]) * problem.scale <= _TANH_ARGUMENT * problem.softcap / 2
 
 
-class _Share(NamedTuple):
-    """The row blocks of a head that a task works on: every ``step``-th from ``first`` on."""
+class _Task(NamedTuple):
+    """One group, or every ``step``-th of its row blocks from ``first`` on."""
 
+    problem: Problem  # of the group
+    b: int
+    key_head: int
+    heads: slice  # its query heads
     first: int
     step: int
 
 
-_Place = tuple[int, slice]  # batch entry, query heads
-_Task = tuple[Problem, _Place, _Share]
-
-
 def _tasks(problem: Problem) -> list[_Task]:
-    """What can be done at once: heads, or some of the rows of a head where heads are few."""
-    count = _tasks_per_head(problem)
-    return [(group, place, _Share(i, count)) for group, place in _head_groups(problem) for i in range(count)]
-
-
-def _tasks_per_head(problem: Problem) -> int:
-    heads = max(1, problem.q.shape[0] * problem.k.shape[1])
-    return max(1, min(_TASKS // heads, _count_row_blocks(problem)))
-
-
-def _worthwhile(problem: Problem, tasks: int) -> int:
-    """How many threads there is work for."""
-    batch, heads, rows, _ = problem.q.shape
-    return min(tasks, max(1, batch * heads * rows * problem.k.shape[2] // _SCORES_PER_THREAD))
-
-
-def _head_groups(problem: Problem) -> Iterator[tuple[Problem, _Place]]:
-    """The problem cut into one batch entry and one key head with all its query heads."""
-    batch, q_heads, _, _ = problem.q.shape
+    batch, q_heads, rows, _ = problem.q.shape
     k_heads = problem.k.shape[1]
-    group = q_heads // k_heads
+    blocks = -(-rows // _rows_per_block(problem))
+    step = max(1, min(_TASKS // max(1, batch * k_heads), blocks))
+    size, tasks = q_heads // k_heads, []
     for b in range(batch):
         for key_head in range(k_heads):
-            heads = slice(key_head * group, (key_head + 1) * group)
-            part = problem._replace(
+            heads = slice(key_head * size, (key_head + 1) * size)
+            group = problem._replace(
                 q=problem.q[b : b + 1, heads],
                 k=problem.k[b : b + 1, key_head : key_head + 1],
                 v=problem.v[b : b + 1, key_head : key_head + 1],
                 mask=_of_heads(problem.mask, b, heads),
                 bias=_of_heads(problem.bias, b, heads),
             )
-            yield part, (b, heads)
+            if problem.dropout is not None:
+                first = problem.dropout
+                group = group._replace(dropout=first._replace(batch=first.batch + b, head=first.head + heads.start))
+            tasks += [_Task(group, b, key_head, heads, first, step) for first in range(step)]
+    return tasks
+
+
+def _worthwhile(problem: Problem, tasks: int) -> int:
+    """How many threads there is work for."""
+    batch, heads, rows, _ = problem.q.shape
+    return min(tasks, max(1, batch * heads * rows * problem.k.shape[2] // _SCORES_PER_THREAD))
 
 
 def _of_heads(scores: Tensor | None, b: int, heads: slice) -> Tensor | None:
@@ -155,18 +147,15 @@ class _Rows(NamedTuple):
         return x.unflatten(0, (self.group, self.stop - self.start))
 
 
-def _row_blocks(problem: Problem, share: _Share) -> Iterator[_Rows]:
-    blocks = row_blocks(problem.q.shape[2], _rows_per_block(problem))
-    for start, stop in islice(blocks, share.first, None, share.step):
-        yield _Rows(start, stop, problem.q.shape[1])
-
-
 def _rows_per_block(problem: Problem) -> int:
     return max(16, _TILE_ROWS * problem.k.shape[1] // problem.q.shape[1])
 
 
-def _count_row_blocks(problem: Problem) -> int:
-    return -(-problem.q.shape[2] // _rows_per_block(problem))
+def _row_blocks(task: _Task) -> Iterator[_Rows]:
+    _, heads, rows, _ = task.problem.q.shape
+    size = _rows_per_block(task.problem)
+    for start in range(task.first * size, rows, task.step * size):
+        yield _Rows(start, min(start + size, rows), heads)
 
 
 def _key_tiles(problem: Problem, rows: _Rows) -> Iterator[Segment]:
@@ -177,11 +166,10 @@ def _key_tiles(problem: Problem, rows: _Rows) -> Iterator[Segment]:
 
 
 class _Scratch:
-    """What one thread works in: every tile of a name is a view into one buffer."""
+    """The memory one thread works in: every tile of a name is a view of the same buffer."""
 
     def __init__(self, dtype: torch.dtype, saturates: bool) -> None:
-        self.dtype = dtype
-        self.saturates = saturates  # some score may lie so far beyond the softcap that its tanh needs a clamp
+        self.dtype, self.saturates = dtype, saturates
         self.buffers: dict[str, Tensor] = {}
 
     def tile(self, name: str, rows: int, columns: int) -> Tensor:
@@ -241,17 +229,38 @@ def _by_head(packed: Tensor, rows: _Rows, transposed: bool) -> Tensor:
     return rows.unpack(packed.t() if transposed else packed)
 
 
-def _unit(problem: Problem) -> float:
-    """What scores are multiplied with: log2(e) where they are ours alone, 1 where PyTorch's kernel computed the forward.
+def _factors(
+    problem: Problem, rows: _Rows, segment: Segment, scratch: _Scratch, transposed: bool = False
+) -> Tensor | None:
+    """``(G·R, keys)``, or ``(keys, G·R)`` if transposed: what dropout multiplies the weights of a tile with.
 
-    PyTorch's exp2 is several times faster than its exp, so weights are powers of two. But the weights of a backward must be
-    made from scores of the very same rounding as the lse they are normalised with, or large logits lose digits.
+    Multiplied, and not filled in: `masked_fill` takes five times as long. Where a weight or its gradient is not finite, its
+    whole row is NaN anyway.
+    """
+    if problem.dropout is None:
+        return None
+    tile = kept(problem.dropout, rows.group, (rows.start, rows.stop), (segment.start, segment.stop))  # [G, R, keys]
+    group, height, width = tile.shape
+    if transposed:
+        factors = scratch.tile("factors", width, group * height)
+        factors.view(width, group, height).copy_(tile.permute(2, 0, 1))
+    else:
+        factors = scratch.tile("factors", group * height, width)
+        factors.view(tile.shape).copy_(tile)
+    return factors.mul_(problem.dropout.scale)
+
+
+def _unit(problem: Problem) -> float:
+    """What scores are multiplied with: log2(e) where both directions are ours, 1 where PyTorch computed the forward.
+
+    PyTorch's exp2 is several times faster than its exp, so weights are powers of two. But a backward needs scores of the
+    same rounding as the lse that normalises them, or large logits lose digits.
     """
     return _LOG2E if problem.softcap else 1.0
 
 
 def _queries(problem: Problem, rows: _Rows, dtype: torch.dtype) -> Tensor:
-    """The packed queries as the scores need them: under a softcap scaled to what `_capped` takes the power of."""
+    """The packed queries; under a softcap scaled so that their scores are the exponents that `_capped` takes."""
     q = rows.pack(problem.q[0], dtype)
     if not problem.softcap:
         return q
@@ -260,10 +269,10 @@ def _queries(problem: Problem, rows: _Rows, dtype: torch.dtype) -> Tensor:
 
 
 def _capped(x: Tensor, problem: Problem, scratch: _Scratch, keep_tanh: bool) -> tuple[Tensor | None, Tensor]:
-    """The capped scores of the raw scores x, less `_reference` if the tanh is not to be kept; x is used up.
+    """The tanh if it is to be kept, and the capped scores, less `_reference` if it is not; overwrites the raw scores x.
 
     tanh(u) = (e - 1) / (e + 1) with e = exp(2u), as a power of two: a fifth of the time of PyTorch's tanh. Near u = 0 that
-    leaves an error of half a unit of 1, times the cap; where the cap is too large for that, expm1 is exact and slower.
+    has an error of half a unit of 1, times the cap; where the cap is too large for that, expm1 is exact and slower.
     """
     cap, other = problem.softcap * _LOG2E, scratch.tile("capped", *x.shape)
     if problem.softcap <= _LARGEST_FAST_CAP:
@@ -278,15 +287,14 @@ def _capped(x: Tensor, problem: Problem, scratch: _Scratch, keep_tanh: bool) -> 
 
 
 def _reference(problem: Problem) -> float:
-    """What a forward under a softcap measures scores from: they are bounded, so that no maximum is needed.
+    """What a forward under a softcap subtracts from scores: they are bounded, so no maximum is needed.
 
     Weights then lie between 2^-120 and 2^30, whatever the scores. 0 where the cap is too large or a bias undoes it.
     """
-    cap = problem.softcap * _LOG2E
-    return max(0.0, cap - 30.0) if _has_reference(problem) else 0.0
+    return max(0.0, problem.softcap * _LOG2E - 30.0) if _is_bounded(problem) else 0.0
 
 
-def _has_reference(problem: Problem) -> bool:
+def _is_bounded(problem: Problem) -> bool:
     return problem.bias is None and 0 < problem.softcap * _LOG2E <= 75.0
 
 
@@ -295,75 +303,88 @@ def _exp_(x: Tensor, unit: float) -> Tensor:
     return (x if unit == _LOG2E else x.mul_(_LOG2E)).exp2_()
 
 
-def _forward_head(problem: Problem, out: Tensor, lse: Tensor, scratch: _Scratch, share: _Share) -> None:
-    """One key head: out ``(G, Sq, Dv)``, lse ``(G, Sq)``."""
-    unit = _unit(problem)
-    for rows in _row_blocks(problem, share):
+def _forward_task(task: _Task, out: Tensor, lse: Tensor, scratch: _Scratch) -> None:
+    """out ``(G, Sq, Dv)`` and lse ``(G, Sq)`` of a group."""
+    problem, unit = task.problem, _unit(task.problem)
+    for rows in _row_blocks(task):
         q = _queries(problem, rows, scratch.dtype)
         state: _Online | None = None
         for segment in _key_tiles(problem, rows):
             tile = _score_tile(problem, rows, segment, q, scratch)
             if tile is None:
                 continue
-            if _has_reference(problem):
-                state = _add_bounded_tile(state, tile.scores, tile.v, _reference(problem))
+            factors = _factors(problem, rows, segment, scratch)
+            if _is_bounded(problem):
+                state = _add_bounded_tile(state, tile.scores, tile.v, factors, _reference(problem))
             else:
-                state = _add_tile(state, tile.scores, tile.v, unit)
+                state = _add_tile(state, tile.scores, tile.v, factors, unit)
         block = slice(rows.start, rows.stop)
         if state is None:
             out[:, block], lse[:, block] = 0.0, -torch.inf
             continue
-        empty = state.total == 0
-        out[:, block] = rows.unpack(state.weighted.div_(state.total.masked_fill(empty, 1.0)))
         row_lse = state.highest / unit + torch.log(state.total)
-        lse[:, block] = rows.unpack(row_lse.masked_fill_(empty, -torch.inf))[..., 0]
+        empty = state.total == 0
+        if empty.any():
+            # Zero times a NaN that other rows see is NaN.
+            state.weighted.masked_fill_(empty, 0.0)
+            state.total.masked_fill_(empty, 1.0)
+            row_lse.masked_fill_(empty, -torch.inf)
+        out[:, block] = rows.unpack(state.weighted.div_(state.total))
+        lse[:, block] = rows.unpack(row_lse)[..., 0]
 
 
 class _Online(NamedTuple):
     """An online softmax over the keys so far, one per packed row."""
 
-    highest: Tensor  # (G·R, 1), -inf for a row without a key; what scores are measured from
+    highest: Tensor  # (G·R, 1): the largest score, -inf for a row without a key
     total: Tensor  # sum of exp(score - highest)
-    weighted: Tensor  # (G·R, Dv): sum of exp(score - highest) v
+    weighted: Tensor  # (G·R, Dv): sum of exp(score - highest) v, times the factors of dropout
 
 
-def _add_bounded_tile(state: _Online | None, scores: Tensor, v: Tensor, reference: float) -> _Online:
-    """As `_add_tile`, for scores in base 2 that are bounded and measured from one reference."""
+def _after_dropout(weights: Tensor, factors: Tensor | None) -> Tensor:
+    return weights if factors is None else weights.mul_(factors)
+
+
+def _add_bounded_tile(
+    state: _Online | None, scores: Tensor, v: Tensor, factors: Tensor | None, reference: float
+) -> _Online:
+    """As `_add_tile`, for bounded scores in base 2 with one reference in place of a maximum."""
     weights = scores.exp2_()
+    total = weights.sum(-1, keepdim=True)
     if state is None:
-        total = weights.sum(-1, keepdim=True)
-        return _Online(torch.full_like(total, reference), total, torch.mm(weights, v))
-    state.total.add_(weights.sum(-1, keepdim=True))
-    state.weighted.addmm_(weights, v)
+        return _Online(torch.full_like(total, reference), total, torch.mm(_after_dropout(weights, factors), v))
+    state.total.add_(total)
+    state.weighted.addmm_(_after_dropout(weights, factors), v)
     return state
 
 
-def _add_tile(state: _Online | None, scores: Tensor, v: Tensor, unit: float) -> _Online:
-    """Let a tile of scores in; the scores are used up."""
+def _add_tile(state: _Online | None, scores: Tensor, v: Tensor, factors: Tensor | None, unit: float) -> _Online:
+    """Add a tile to the online softmax; overwrites the scores. ``factors``: those of dropout, after the sum."""
     highest = scores.amax(-1, keepdim=True)
     if state is not None:
         torch.maximum(highest, state.highest, out=highest)
-    # A row without a key so far has a maximum of -inf: any finite stand-in leaves its weights at zero.
+    # A row without a key so far has a maximum of -inf: any finite number in its place leaves its weights at zero.
     reference = highest.clamp_min(torch.finfo(highest.dtype).min)
     weights = _exp_(scores.sub_(reference), unit)
+    total = weights.sum(-1, keepdim=True)
     if state is None:
-        return _Online(highest, weights.sum(-1, keepdim=True), torch.mm(weights, v))
+        return _Online(highest, total, torch.mm(_after_dropout(weights, factors), v))
     shrink = _exp_(state.highest - reference, unit)
-    state.total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
-    state.weighted.mul_(shrink).addmm_(weights, v)
+    state.total.mul_(shrink).add_(total)
+    state.weighted.mul_(shrink).addmm_(_after_dropout(weights, factors), v)
     return state._replace(highest=highest)
 
 
-def _backward_head(
-    problem: Problem, grad_out: Tensor, delta: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    dbias: Tensor | None, scratch: _Scratch, share: _Share,
+def _backward_task(
+    task: _Task, grad_out: Tensor, delta: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    dbias: Tensor | None, scratch: _Scratch,
 ) -> None:  # fmt: skip
-    """One key head: grad_out and dq ``(G, Sq, ·)``, delta and lse ``(G, Sq)``, dk and dv ``(Sk, ·)``.
+    """grad_out and dq ``(G, Sq, ·)``, delta and lse ``(G, Sq)``, dk and dv ``(Sk, ·)`` of a group.
 
     Scores are kept transposed, keys × rows: then two of the three matmuls that read them do so along memory.
     """
-    dtype, unit = scratch.dtype, _unit(problem)
-    for rows in _row_blocks(problem, share):
+    problem, dtype, unit = task.problem, scratch.dtype, _unit(task.problem)
+    for rows in _row_blocks(task):
         q = rows.pack(problem.q[0], dtype)  # [G·R, D]
         score_q, q_for_dk = _queries(problem, rows, dtype), q * problem.scale
         grad = rows.pack(grad_out, dtype).contiguous()  # [G·R, Dv]
@@ -376,8 +397,12 @@ def _backward_head(
                 continue
             keys = slice(segment.start, segment.stop)
             probs = _exp_(tile.scores.sub_(row_lse), unit)  # [keys, G·R]
-            dv[keys].addmm_(probs, grad)
-            dscores = torch.mm(tile.v, grad.t(), out=scratch.tile("dscores", *probs.shape))
+            dscores = scratch.tile("dscores", *probs.shape)
+            factors = _factors(problem, rows, segment, scratch, transposed=True)
+            dv[keys].addmm_(probs if factors is None else torch.mul(probs, factors, out=dscores), grad)
+            torch.mm(tile.v, grad.t(), out=dscores)
+            if factors is not None:
+                dscores.mul_(factors)
             dscores.sub_(row_delta).mul_(probs)
             if dbias is not None:
                 target = scores_slice(dbias, slice(rows.start, rows.stop), keys)

@@ -1,4 +1,4 @@
-"""Tensors of rows, taken a cache-sized block at a time."""
+"""Tensors of rows, taken one cache-sized block at a time."""
 
 from __future__ import annotations
 
@@ -8,26 +8,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements of a block: 2 MB of float32. A handful of these fit the cache, and a PyTorch call on one costs far more than
-# the call's own overhead.
+from headwise.layout import statistics_dtype
+
+# Elements of a block: 2 MB of float32. A few of them fit the cache, and the work on one hides the overhead of a call.
 BLOCK = 512 * 1024
 
 
-def accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def row_blocks(*tensors: Tensor, elements: int = BLOCK) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+    """The rows of ``tensors`` (..., D), all of one shape, in order, about so many elements at a time.
 
-
-def rows_per_block(width: int) -> int:
-    return max(1, BLOCK // max(width, 1))
-
-
-def row_blocks(*tensors: Tensor) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
-    """The rows of ``tensors`` (..., D), all of one shape, in order: slices of the flat row number, and those rows of
-    each tensor as (rows, D).
-
-    Blocks are views wherever the strides allow; where they do not, one block at a time is copied, never a whole tensor.
+    Gives slices of the flat row number, and those rows of each tensor as (rows, D). Blocks are views where the strides
+    allow it; else one block at a time is copied, never a whole tensor.
     """
-    yield from _blocks_from(tensors, rows_per_block(tensors[0].shape[-1]), 0)
+    yield from _blocks_from(tensors, _rows_per_block(tensors[0].shape[-1], elements), 0)
 
 
 def _blocks_from(tensors: tuple[Tensor, ...], limit: int, first: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
@@ -49,14 +42,18 @@ def _blocks_from(tensors: tuple[Tensor, ...], limit: int, first: int) -> Iterato
         yield slice(start, start + blocks[0].shape[0]), blocks
 
 
+def _rows_per_block(width: int, elements: int) -> int:
+    return max(1, elements // max(width, 1))
+
+
 def working_copy(block: Tensor, scratch: Tensor) -> Tensor:
-    """``block`` itself if it can be computed on in place of a copy, else its copy in ``scratch``."""
+    """``block`` itself if its dtype and strides suit the arithmetic, else a copy in ``scratch``."""
     if block.dtype == scratch.dtype and block.stride(-1) == 1:
         return block
     return scratch[: block.shape[0]].copy_(block)
 
 
-def scratch_for(x: Tensor, count: int) -> tuple[Tensor, ...]:
-    """``count`` buffers of one block each, in the dtype that ``x`` is computed in."""
-    rows = min(rows_per_block(x.shape[-1]), x.numel() // x.shape[-1])
-    return tuple(torch.empty((rows, x.shape[-1]), dtype=accumulator(x)) for _ in range(count))
+def scratch_for(x: Tensor, count: int, elements: int = BLOCK) -> tuple[Tensor, ...]:
+    """``count`` buffers of one block each, in the dtype that ``x`` is computed in. elements: as of `row_blocks`."""
+    rows = min(_rows_per_block(x.shape[-1], elements), x.numel() // x.shape[-1])
+    return tuple(torch.empty((rows, x.shape[-1]), dtype=statistics_dtype(x.dtype)) for _ in range(count))

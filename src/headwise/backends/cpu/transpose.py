@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-# A matrix from this many elements on is worth a call of its own.
-_LARGE = 64 * 64
+if TYPE_CHECKING:
+    from headwise.ops.transpose import Transpose
+
+_LARGE = 64 * 64  # elements from which a matrix is worth a call of its own
 
 
-def transpose_forward(x: Tensor) -> Tensor:
+def transpose_forward(args: Transpose) -> Tensor:
+    x = args.x
     y = torch.empty((*x.shape[:-2], x.shape[-1], x.shape[-2]), dtype=x.dtype)
-    turned = x.transpose(-1, -2)
+    transposed = x.transpose(-1, -2)
     if x.dim() == 2 or y.shape[-1] * y.shape[-2] < _LARGE:
-        return y.copy_(turned)
+        return y.copy_(transposed)
     matrices = y.view(-1, *y.shape[-2:])
     for i, index in enumerate(itertools.product(*map(range, x.shape[:-2]))):
-        matrices[i].copy_(turned[index])
+        matrices[i].copy_(transposed[index])
     return y

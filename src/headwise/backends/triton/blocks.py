@@ -1,13 +1,18 @@
-"""Loads of tiles that attention kernels share, and what the launchers need to call them."""
+"""Loads and stores of tiles that attention kernels share, and what launchers need to know about strides."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise.backends.triton.rows import power_of_two
+Strides = tuple[int, ...]
+
+
+@triton.jit
+def head_start(x, batch_stride, head_stride, batch, head, ALIGN: tl.constexpr):
+    """Where a head of a batch entry begins; ``batch`` is int64."""
+    return x + tl.multiple_of(batch * batch_stride + head.to(tl.int64) * head_stride, ALIGN)
 
 
 @triton.jit
@@ -33,13 +38,15 @@ def store_rows(base, row, stride, inside, values, D: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def load_scores(base, row, key, row_stride, key_stride, inside):
-    """A tile of a mask or a bias at these rows and keys; the two broadcast against each other."""
-    return tl.load(base + row.to(tl.int64) * row_stride + key.to(tl.int64) * key_stride, mask=inside, other=0)
+def load_scores(x, batch_stride, head_stride, row_stride, key_stride, batch, head, row, key, inside):
+    """A tile of a mask or bias; row and key broadcast against each other."""
+    at = x + batch * batch_stride + head.to(tl.int64) * head_stride
+    return tl.load(at + row.to(tl.int64) * row_stride + key.to(tl.int64) * key_stride, mask=inside, other=0)
 
 
-Strides = tuple[int, ...]
-_NO_STRIDES = (0, 0, 0, 0)
+def power_of_two(n: int) -> int:
+    """The least one that is not below n."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def block_of(dim: int) -> int:
@@ -53,16 +60,16 @@ def aligned_elements(*tensors: Tensor | None) -> int:
     return common_alignment(there[0].element_size(), *(t.stride() for t in there))
 
 
-def common_alignment(element: int, *strides: tuple[int, ...]) -> int:
+def common_alignment(element: int, *strides: Strides) -> int:
     wanted = 16 // element
     while wanted > 1 and any(s % wanted for of_tensor in strides for s in of_tensor[:-1]):
         wanted //= 2
     return wanted
 
 
-def check_row_strides(tile: int, *strides: tuple[int, ...]) -> None:
+def check_row_strides(tile: int, *tensors: Tensor) -> None:
     """Inside a tile rows are found with 32-bit offsets, which is enough for any layout but the strangest."""
-    longest = max(s[2] for s in strides)
+    longest = max(x.stride(2) for x in tensors)
     if longest * tile >= 2**31:
         raise ValueError(
             f"attention: a step of {longest} elements from token to token is more than the Triton kernels reach inside a "
@@ -70,19 +77,6 @@ def check_row_strides(tile: int, *strides: tuple[int, ...]) -> None:
         )
 
 
-def in_order(x: Tensor | None) -> Tensor | None:
-    """A vector that the kernels index without a stride."""
-    return x if x is None else x.contiguous()
-
-
-def as_bytes(mask: Tensor | None) -> Tensor | None:
-    """A boolean mask as numbers: Triton 3.6 cannot compile loads of single bits in nested loops for AMD."""
-    return mask if mask is None else mask.view(torch.uint8)
-
-
-def score_strides(x: Tensor | None) -> tuple[int, int, int, int]:
+def score_strides(x: Tensor) -> Strides:
     """Strides of a mask or bias ``(B, Hq, Sq, Sk)``; 0 where it is broadcast."""
-    if x is None:
-        return _NO_STRIDES
-    b, h, q, k = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return b, h, q, k
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))

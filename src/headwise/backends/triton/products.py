@@ -1,28 +1,43 @@
-"""q·k of a tile with the head dim in pieces: float32 operands of a wide head fit in no register file at once."""
+"""How attention kernels multiply: in which precision, and wide float32 heads in pieces."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
 
 from headwise.backends.triton.blocks import load_rows
-from headwise.backends.triton.scores import product
+
+if TYPE_CHECKING:
+    from headwise.backends.triton.gpu import Gpu
 
 
 @triton.jit
-def row_products(
-    q_at, rows_inside, k, k_row, k_s, keys_inside,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """``[rows, keys]`` from pointers to rows of q, and rows ``k + k_row · k_s``; zeros where they are not inside.
+def product(a, b, acc, PRECISION: tl.constexpr):
+    """``acc + a @ b`` in float32, of a rounded to b's dtype; acc may be None."""
+    if PRECISION == "interpreted":  # which cannot multiply bfloat16, and cuts digits off where a GPU rounds
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    else:
+        return tl.dot(a.to(b.dtype), b, acc, input_precision=PRECISION)
 
-    The loads of q do not depend on the keys: in a loop over them, the compiler does them once.
+
+@triton.jit
+def row_products(q_at, rows_inside, k, k_row, k_stride, keys_inside, V: tl.constexpr):
+    """``[rows, keys]`` from pointers to rows of q, and rows ``k + k_row · k_stride``; zeros where they are not inside.
+
+    In pieces of the head dim: float32 operands of a wide head fit in no register file at once. The loads of q do not
+    depend on the keys: in a loop over them, the compiler does them once.
     """
+    BLOCK_D: tl.constexpr = V.BLOCK_D
+    PIECE: tl.constexpr = V.PIECE
+    PRECISION: tl.constexpr = V.PRECISION
     acc = None
     for start in tl.static_range(0, BLOCK_D, PIECE):
         d = start + tl.arange(0, PIECE)
-        q_tile = tl.load(q_at[:, None] + d[None, :], mask=rows_inside[:, None] & (d < D)[None, :], other=0.0)
-        k_tile = load_rows(k + start, k_row, k_s, keys_inside, D - start, PIECE, True)
+        q_tile = tl.load(q_at[:, None] + d[None, :], mask=rows_inside[:, None] & (d < V.D)[None, :], other=0.0)
+        k_tile = load_rows(k + start, k_row, k_stride, keys_inside, V.D - start, PIECE, True)
         acc = product(q_tile, tl.trans(k_tile), acc, PRECISION)
     return acc
 
@@ -30,3 +45,20 @@ def row_products(
 def piece_of(block_d: int, element_size: int) -> int:
     """How much of a head dim of ``block_d`` is multiplied at once."""
     return block_d if element_size < 4 else min(block_d, 32)
+
+
+def dot_precision(gpu: Gpu, dtype: torch.dtype, widest: int = 0) -> str:
+    """How float32 operands are multiplied: as float32, unless the user turned TF32 on in PyTorch.
+
+    Kernels whose tile asks for bf16x3 take that in place of three TF32 products (`bf16x3.tile_precision`).
+
+    ``widest`` is the head dim of a gradient. At 512, three TF32 products were over the error budget in the largest element,
+    and their operands spill 4000 to 7000 bytes a thread (plain float32: none for dk and dv, 1900 for dq).
+    """
+    if gpu.interpreted:
+        return "interpreted"
+    if dtype != torch.float32:
+        return "ieee"  # of no meaning for 16-bit operands
+    if gpu.tf32:
+        return "tf32"
+    return "ieee" if gpu.hip or widest > 256 else "tf32x3"

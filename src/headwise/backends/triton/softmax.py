@@ -1,37 +1,37 @@
-"""Softmax in Triton. How rows are cut: rows.py."""
+"""Softmax in Triton. How rows are divided among programs: row_tiling.py."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise import layout
-from headwise.backends.triton.launch import Plan, launch
-from headwise.backends.triton.rows import (
+from headwise.backends.triton.blocks import power_of_two
+from headwise.backends.triton.row_tiling import (
     LOWEST,
-    STAGES_AHEAD,
+    PREFETCH_STAGES,
     Block,
+    Rows,
     as_rows,
     block_columns,
-    empty_rows_like,
-    fetches_ahead,
-    few,
-    held_tile,
-    holds,
-    join_softmax,
+    combine_softmax,
+    few_rows,
+    fits_one_pass,
     long_block,
-    multiprocessors,
+    one_pass_tile,
     online_softmax,
-    power_of_two,
-    walkers,
+    persistent_programs,
+    prefetches,
 )
 
-_LONGEST_HELD_BACKWARD = 16384  # elements: two inputs are held
+if TYPE_CHECKING:
+    from headwise.backends.triton.gpu import Gpu
+    from headwise.ops.softmax import Softmax, SoftmaxBackward
+
+_LONGEST_ONE_PASS_BACKWARD = 16384  # elements: two inputs are held
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _softmax_of(a):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _forward_held(x, y, rows, width, x_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _forward_one_pass(x, y, rows, width, x_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     column = tl.arange(0, COLUMNS)  # [COLUMNS]
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -53,8 +53,8 @@ def _forward_held(x, y, rows, width, x_stride, ROWS: tl.constexpr, COLUMNS: tl.c
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _forward_ahead(x, y, rows, width, x_stride, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
-    """Rows of which a multiprocessor holds one: the next ones are on their way while it is computed."""
+def _forward_prefetch(x, y, rows, width, x_stride, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+    """Persistent programs for rows of which a multiprocessor holds one: the next two are prefetched."""
     column = tl.arange(0, COLUMNS)[None, :]
     for i in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
         row = tl.full((), 0, tl.int64) + i
@@ -63,24 +63,24 @@ def _forward_ahead(x, y, rows, width, x_stride, COLUMNS: tl.constexpr, STAGES: t
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _forward_walk(x, y, rows, width, x_stride, LINES: tl.constexpr, LINE: tl.constexpr, STAGES: tl.constexpr):
+def _forward_two_pass(x, y, rows, width, x_stride, LINES: tl.constexpr, LINE: tl.constexpr):
     last = tl.cdiv(width, LINES * LINE) - 1
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.full((), 0, tl.int64) + i
-        top = tl.full([LINES], LOWEST, tl.float32)
-        total = tl.zeros([LINES], tl.float32)
-        for block in tl.range(0, last, num_stages=STAGES):
+        maxima = tl.full([LINES], LOWEST, tl.float32)
+        totals = tl.zeros([LINES], tl.float32)
+        for block in tl.range(0, last, num_stages=1):
             column, inside = block_columns(block, width, LINES, LINE)
             a = tl.load(x + row * x_stride + column, inside, -float("inf"), eviction_policy="evict_last")
-            top, total = online_softmax(a.to(tl.float32), top, total)
+            maxima, totals = online_softmax(a.to(tl.float32), maxima, totals)
         column, inside = block_columns(last, width, LINES, LINE)
         held = tl.load(x + row * x_stride + column, inside, -float("inf"), eviction_policy="evict_first")
-        top, total = online_softmax(held.to(tl.float32), top, total)
-        highest, sum_of_row = join_softmax(top, total)
-        scale = 1.0 / tl.where(sum_of_row == 0.0, 1.0, sum_of_row)
+        maxima, totals = online_softmax(held.to(tl.float32), maxima, totals)
+        highest, total = combine_softmax(maxima, totals)
+        scale = 1.0 / tl.where(total == 0.0, 1.0, total)
         probs = tl.exp(held.to(tl.float32) - highest) * scale
         tl.store(y + row * width + column, probs.to(y.dtype.element_ty), inside, eviction_policy="evict_first")
-        for back in tl.range(1, last + 1, num_stages=STAGES):
+        for back in tl.range(1, last + 1, num_stages=1):
             column, inside = block_columns(last - back, width, LINES, LINE)
             a = tl.load(x + row * x_stride + column, inside, 0.0, eviction_policy="evict_first")
             probs = tl.exp(a.to(tl.float32) - highest) * scale
@@ -88,32 +88,32 @@ def _forward_walk(x, y, rows, width, x_stride, LINES: tl.constexpr, LINE: tl.con
 
 
 @triton.jit
-def _forward_parts(x, stats, width, x_stride, LINES: tl.constexpr, LINE: tl.constexpr):
-    """The highest value of a part of a row and the total of its weights: all the highest first, then all the totals."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column, inside = block_columns(part, width, LINES, LINE)
+def _forward_partials(x, stats, width, x_stride, LINES: tl.constexpr, LINE: tl.constexpr):
+    """Maximum and total of the weights of a split. stats: (2, rows, splits)."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column, inside = block_columns(split, width, LINES, LINE)
     a = tl.load(x + row * x_stride + column, inside, -float("inf"), eviction_policy="evict_last").to(tl.float32)
-    top = tl.maximum(tl.max(tl.max(a, 1), 0), LOWEST)
-    place = row * tl.num_programs(1) + part
-    tl.store(stats + place, top)
-    tl.store(stats + tl.num_programs(0) * tl.num_programs(1) + place, tl.sum(tl.sum(tl.exp(a - top), 1), 0))
+    highest = tl.maximum(tl.max(tl.max(a, 1), 0), LOWEST)
+    place = row * tl.num_programs(1) + split
+    tl.store(stats + place, highest)
+    tl.store(stats + tl.num_programs(0) * tl.num_programs(1) + place, tl.sum(tl.sum(tl.exp(a - highest), 1), 0))
 
 
-@triton.jit(do_not_specialize=["count"])
-def _forward_join(x, stats, y, width, x_stride, count, LINES: tl.constexpr, LINE: tl.constexpr, PARTS: tl.constexpr):
+@triton.jit
+def _forward_combine(x, stats, y, width, x_stride, LINES: tl.constexpr, LINE: tl.constexpr, SPLITS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column, inside = block_columns(tl.program_id(1), width, LINES, LINE)
     a = tl.load(x + row * x_stride + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-    part = tl.arange(0, PARTS)
-    top = tl.load(stats + row * count + part, part < count, LOWEST)
-    totals = tl.load(stats + tl.num_programs(0) * count + row * count + part, part < count, 0.0)
-    highest, total = join_softmax(top, totals)
+    split, splits = tl.arange(0, SPLITS), tl.num_programs(1)
+    maxima = tl.load(stats + row * splits + split, split < splits, LOWEST)
+    totals = tl.load(stats + tl.num_programs(0) * splits + row * splits + split, split < splits, 0.0)
+    highest, total = combine_softmax(maxima, totals)
     probs = tl.exp(a - highest) * (1.0 / tl.where(total == 0.0, 1.0, total))
     tl.store(y + row * width + column, probs.to(y.dtype.element_ty), inside, eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _backward_held(p, g, dx, rows, width, p_stride, g_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _backward_one_pass(p, g, dx, rows, width, p_stride, g_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -124,14 +124,12 @@ def _backward_held(p, g, dx, rows, width, p_stride, g_stride, ROWS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _backward_walk(
-    p, g, dx, rows, width, p_stride, g_stride, LINES: tl.constexpr, LINE: tl.constexpr, STAGES: tl.constexpr
-):
+def _backward_two_pass(p, g, dx, rows, width, p_stride, g_stride, LINES: tl.constexpr, LINE: tl.constexpr):
     last = tl.cdiv(width, LINES * LINE) - 1
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.full((), 0, tl.int64) + i
         products = tl.zeros([LINES], tl.float32)
-        for block in tl.range(0, last, num_stages=STAGES):
+        for block in tl.range(0, last, num_stages=1):
             column, inside = block_columns(block, width, LINES, LINE)
             probs = tl.load(p + row * p_stride + column, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
             grad = tl.load(g + row * g_stride + column, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
@@ -142,7 +140,7 @@ def _backward_walk(
         delta = tl.sum(products + tl.sum(probs * grad, 1), 0)
         result = (probs * (grad - delta)).to(dx.dtype.element_ty)
         tl.store(dx + row * width + column, result, inside, eviction_policy="evict_first")
-        for back in tl.range(1, last + 1, num_stages=STAGES):
+        for back in tl.range(1, last + 1, num_stages=1):
             column, inside = block_columns(last - back, width, LINES, LINE)
             probs = tl.load(p + row * p_stride + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
             grad = tl.load(g + row * g_stride + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
@@ -151,122 +149,91 @@ def _backward_walk(
 
 
 @triton.jit
-def _backward_parts(p, g, products, width, p_stride, g_stride, LINES: tl.constexpr, LINE: tl.constexpr):
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column, inside = block_columns(part, width, LINES, LINE)
+def _backward_partials(p, g, products, width, p_stride, g_stride, LINES: tl.constexpr, LINE: tl.constexpr):
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column, inside = block_columns(split, width, LINES, LINE)
     probs = tl.load(p + row * p_stride + column, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
     grad = tl.load(g + row * g_stride + column, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
-    tl.store(products + row * tl.num_programs(1) + part, tl.sum(tl.sum(probs * grad, 1), 0))
+    tl.store(products + row * tl.num_programs(1) + split, tl.sum(tl.sum(probs * grad, 1), 0))
 
 
-@triton.jit(do_not_specialize=["count"])
-def _backward_join(
-    p, g, products, dx, width, p_stride, g_stride, count,
-    LINES: tl.constexpr, LINE: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def _backward_combine(
+    p, g, products, dx, width, p_stride, g_stride, LINES: tl.constexpr, LINE: tl.constexpr, SPLITS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column, inside = block_columns(tl.program_id(1), width, LINES, LINE)
     probs = tl.load(p + row * p_stride + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
     grad = tl.load(g + row * g_stride + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-    part = tl.arange(0, PARTS)
-    delta = tl.sum(tl.load(products + row * count + part, part < count, 0.0), 0)
+    split, splits = tl.arange(0, SPLITS), tl.num_programs(1)
+    delta = tl.sum(tl.load(products + row * splits + split, split < splits, 0.0), 0)
     result = (probs * (grad - delta)).to(dx.dtype.element_ty)
     tl.store(dx + row * width + column, result, inside, eviction_policy="evict_first")
 
 
-def _walk_block(width: int, *tensors: tuple[Tensor, int]) -> Block:
+def _two_pass_block(gpu: Gpu, width: int, *inputs: Rows) -> Block:
     """As much of a row at once as the registers hold: what is kept is not read again, and one step has enough loads
     under way that a pipeline of smaller ones was slower on an H200. Backward has two inputs, and waits less for exp."""
-    if len(tensors) == 1:
-        return long_block(65536 // tensors[0][0].element_size(), 32, 1, width, *tensors)
-    return long_block(16384, 16, 1, width, *tensors)
+    if len(inputs) == 1:
+        return long_block(gpu, 65536 // inputs[0].tensor.element_size(), 32, width, *inputs)
+    return long_block(gpu, 16384, 16, width, *inputs)
 
 
-def _split_block(width: int, *tensors: tuple[Tensor, int]) -> Block:
-    return long_block(4096, 4, 1, width, *tensors)
-
-
-def softmax_forward(x: Tensor) -> Tensor:
-    return prepare_softmax_forward(x)(x)
-
-
-def prepare_softmax_forward(x: Tensor) -> Callable[[Tensor], Tensor]:
-    """What is left to do for calls that differ from this one in data and addresses alone, given their tensors."""
-    shape, in_order = tuple(x.shape), x.is_contiguous()
-    width = shape[-1]
-    if x.numel() == 0 or not holds(width, x):  # how long rows are cut depends on their addresses too
-        return _forward_long
-    rows, stride = x.numel() // width, as_rows(x)[1]
-    plan = _held_plan(rows, width, stride, multiprocessors(x) if fetches_ahead(rows, width, stride, x) else 0)
-    launch = plan.bound(x.get_device(), x.dtype, x.dtype)
-    make = layout.maker_of_empty(x, shape, x.dtype)
-
-    def run(x: Tensor) -> Tensor:
-        y = make()
-        launch(x if in_order else as_rows(x)[0], y)
+def softmax_forward(gpu: Gpu, args: Softmax) -> Tensor:
+    y = gpu.empty(args.x.shape, args.x.dtype)
+    if y.numel() == 0:
         return y
-
-    return run
-
-
-softmax_forward.prepare = prepare_softmax_forward  # type: ignore[attr-defined]
-
-
-@functools.lru_cache(maxsize=4096)
-def _held_plan(rows: int, width: int, stride: int, processors: int) -> Plan:
-    """``processors``: how many of them fetch rows ahead; 0 where none does."""
-    if processors:
-        grid = (min(rows, processors), 1, 1)
-        return Plan(_forward_ahead, grid, (rows, width, stride), (power_of_two(width), STAGES_AHEAD), 16, 3)
-    per_program, columns, warps = held_tile(width, 512)  # exp keeps more warps busy
-    grid = (triton.cdiv(rows, per_program), 1, 1)
-    return Plan(_forward_held, grid, (rows, width, stride), (per_program, columns), warps, 3)
-
-
-def _forward_long(x: Tensor) -> Tensor:
-    y = empty_rows_like(x)
-    if x.numel() == 0:
-        return y
-    width = x.shape[-1]
-    rows = x.numel() // width
-    flat, stride = as_rows(x)
-    if few(rows, x):
-        lines, line, warps, _ = _split_block(width, (flat, stride))
-        parts = triton.cdiv(width, lines * line)
-        stats = torch.empty((2, rows, parts), dtype=torch.float32, device=x.device)
-        grid2 = (rows, parts)
-        launch(_forward_parts, grid2, (flat, stats), (width, stride), (lines, line), warps)
-        constants = (lines, line, power_of_two(parts))
-        launch(_forward_join, grid2, (flat, stats, y), (width, stride, parts), constants, warps)
+    width = y.shape[-1]
+    rows, x = y.numel() // width, as_rows(gpu, args.x)
+    tensors, numbers = (x.tensor, y), (rows, width, x.stride)
+    if prefetches(gpu, rows, width, x):
+        constants = (power_of_two(width), PREFETCH_STAGES)
+        gpu.launch(_forward_prefetch, (min(rows, gpu.multiprocessors),), tensors, numbers, constants, warps=16)
+    elif fits_one_pass(width, y):
+        per_program, columns, warps = one_pass_tile(gpu, width, 512)  # exp keeps more warps busy
+        grid = (triton.cdiv(rows, per_program),)
+        gpu.launch(_forward_one_pass, grid, tensors, numbers, (per_program, columns), warps=warps)
+    elif few_rows(gpu, rows):
+        block = long_block(gpu, 4096, 4, width, x)
+        splits = triton.cdiv(width, block.columns)
+        stats = gpu.empty((2, rows, splits), torch.float32)
+        _split(gpu, (rows, splits), block, (x,), stats, y, _forward_partials, _forward_combine)
     else:
-        lines, line, warps, stages = block = _walk_block(width, (flat, stride))
-        grid = (walkers(rows, width * x.element_size(), block, x),)
-        launch(_forward_walk, grid, (flat, y), (rows, width, stride), (lines, line, stages), warps)
+        block = _two_pass_block(gpu, width, x)
+        grid = (persistent_programs(gpu, rows, width * y.element_size(), block),)
+        gpu.launch(_forward_two_pass, grid, tensors, numbers, block.constants, warps=block.warps)
     return y
 
 
-def softmax_backward(probs: Tensor, grad: Tensor) -> Tensor:
-    dx = empty_rows_like(probs)
-    if probs.numel() == 0:
+def softmax_backward(gpu: Gpu, args: SoftmaxBackward) -> Tensor:
+    dx = gpu.empty(args.probs.shape, args.probs.dtype)
+    if dx.numel() == 0:
         return dx
-    width = probs.shape[-1]
-    rows = probs.numel() // width
-    (p, p_stride), (g, g_stride) = inputs = as_rows(probs), as_rows(grad)
-    strides = p_stride, g_stride
-    if width <= _LONGEST_HELD_BACKWARD:
-        per_program, columns, warps = held_tile(width)
+    width = dx.shape[-1]
+    rows, p, g = dx.numel() // width, as_rows(gpu, args.probs), as_rows(gpu, args.grad)
+    tensors, numbers = (p.tensor, g.tensor, dx), (rows, width, p.stride, g.stride)
+    if width <= _LONGEST_ONE_PASS_BACKWARD:
+        per_program, columns, warps = one_pass_tile(gpu, width)
         grid = (triton.cdiv(rows, per_program),)
-        launch(_backward_held, grid, (p, g, dx), (rows, width, *strides), (per_program, columns), warps)
-    elif few(rows, probs):
-        lines, line, warps, _ = _split_block(width, *inputs)
-        parts = triton.cdiv(width, lines * line)
-        products = torch.empty((rows, parts), dtype=torch.float32, device=p.device)
-        grid2 = (rows, parts)
-        launch(_backward_parts, grid2, (p, g, products), (width, *strides), (lines, line), warps)
-        constants = (lines, line, power_of_two(parts))
-        launch(_backward_join, grid2, (p, g, products, dx), (width, *strides, parts), constants, warps)
+        gpu.launch(_backward_one_pass, grid, tensors, numbers, (per_program, columns), warps=warps)
+    elif few_rows(gpu, rows):
+        block = long_block(gpu, 4096, 4, width, p, g)
+        splits = triton.cdiv(width, block.columns)
+        products = gpu.empty((rows, splits), torch.float32)
+        _split(gpu, (rows, splits), block, (p, g), products, dx, _backward_partials, _backward_combine)
     else:
-        lines, line, warps, stages = block = _walk_block(width, *inputs)
-        grid = (walkers(rows, 2 * width * p.element_size(), block, p),)
-        launch(_backward_walk, grid, (p, g, dx), (rows, width, *strides), (lines, line, stages), warps)
+        block = _two_pass_block(gpu, width, p, g)
+        grid = (persistent_programs(gpu, rows, 2 * width * dx.element_size(), block),)
+        gpu.launch(_backward_two_pass, grid, tensors, numbers, block.constants, warps=block.warps)
     return dx
+
+
+def _split(
+    gpu: Gpu, grid: tuple[int, int], block: Block, inputs: tuple[Rows, ...], partials: Tensor, result: Tensor,
+    first: Any, second: Any,
+) -> None:  # fmt: skip
+    """Two kernels on a grid of (rows, splits): ``first`` leaves the partials, ``second`` combines them."""
+    tensors, numbers = [x.tensor for x in inputs], (result.shape[-1], *[x.stride for x in inputs])
+    gpu.launch(first, grid, (*tensors, partials), numbers, block.constants, warps=block.warps)
+    constants = (*block.constants, power_of_two(grid[1]))
+    gpu.launch(second, grid, (*tensors, partials, result), numbers, constants, warps=block.warps)

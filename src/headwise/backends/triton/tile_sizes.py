@@ -1,7 +1,7 @@
 """Tile sizes of the attention kernels: read from data files, one per architecture, never searched in a user's process.
 
-A file in tile_tables/ maps a kernel and a shape class to a `Tile`. `headwise tune` measures candidates on the GPU at hand
-and writes such a file; HEADWISE_TILES names one to use instead of ours.
+A file in tile_tables/ maps a kernel and a shape class to an `AttentionTile`. `headwise tune` measures candidates on the GPU
+at hand and writes such a file; HEADWISE_TILES names one to use instead of ours.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from headwise.config import settings
 
 TABLES = Path(__file__).parent / "tile_tables"
 Table = dict[str, dict[str, dict[str, int]]]
-_forced: dict[str, Tile] = {}
+_forced: dict[str, AttentionTile] = {}
 
 
-class Tile(NamedTuple):
+class AttentionTile(NamedTuple):
     """Rows of queries and of keys that a program works on at once, its warps, and how many loads ahead it is."""
 
     queries: int
@@ -31,17 +29,17 @@ class Tile(NamedTuple):
     stages: int
     registers: int = 0  # the most a thread may use; 0: as many as the compiler likes
     passes: int = 1  # 2: dk and dv one after the other
-    parts: int = 1  # 3: float32 is split into three bfloat16 parts before the kernel (parts.py)
+    bf16x3: bool = False  # float32 is split into three bfloat16 before the kernel (bf16x3.py)
 
 
-def shape_class(bits: int, head_dim: int, banded: bool) -> str:
+def shape_class(bits: int, head_dim: int, banded: bool, dropout: bool = False) -> str:
     """``head_dim`` is a power of two; banded: causal or a window."""
-    return f"{bits}-bit, head dim {head_dim}" + (", banded" if banded else "")
+    return f"{bits}-bit, head dim {head_dim}" + (", banded" if banded else "") + (", dropout" if dropout else "")
 
 
-def tile(kernel: str, bits: int, head_dim: int, banded: bool, device: torch.device) -> Tile:
+def tile(kernel: str, bits: int, head_dim: int, banded: bool, arch: str, dropout: bool = False) -> AttentionTile:
     """``head_dim``: the wider one of q and v, as it is."""
-    return _forced.get(kernel) or _tile(kernel, bits, head_dim, banded, device)
+    return _forced.get(kernel) or _tile(kernel, bits, head_dim, banded, arch, dropout)
 
 
 def covers(kernel: str, bits: int, head_dim: int, arch: str) -> bool:
@@ -49,12 +47,12 @@ def covers(kernel: str, bits: int, head_dim: int, arch: str) -> bool:
     return shape_class(bits, 1 << (head_dim - 1).bit_length(), False) in table(arch)[kernel]
 
 
-def is_forced(kernel: str) -> bool:
-    return kernel in _forced
+def is_forced(*kernels: str) -> bool:
+    return any(kernel in _forced for kernel in kernels)
 
 
 @contextmanager
-def forced(kernel: str, tile: Tile) -> Iterator[None]:
+def forced(kernel: str, tile: AttentionTile) -> Iterator[None]:
     """Within the block every call of ``kernel`` works in this tile, whatever the table says: for `headwise tune`."""
     _forced[kernel] = tile
     settings.changed()
@@ -66,29 +64,15 @@ def forced(kernel: str, tile: Tile) -> Iterator[None]:
 
 
 @functools.cache
-def architecture(device: torch.device) -> str:
-    """The name of the table that fits this GPU best."""
-    if device.type != "cuda":
-        return "sm_80"  # the interpreter
-    if torch.version.hip is not None:
-        return "gfx942"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major == 9 or (major == 10 and minor == 0):
-        return "sm_90" if major == 9 else "sm_100"
-    # 8.6, 8.9 and 12.0 are the consumer cards: 99 KB of shared memory where the others have 163 or more.
-    return "sm_80" if (major, minor) in ((8, 0), (8, 7), (10, 3), (11, 0)) else "sm_86"
-
-
-@functools.cache
-def _tile(kernel: str, bits: int, head_dim: int, banded: bool, device: torch.device) -> Tile:
+def _tile(kernel: str, bits: int, head_dim: int, banded: bool, arch: str, dropout: bool) -> AttentionTile:
     padded = max(16, 1 << (head_dim - 1).bit_length())
-    rows = table(architecture(device))[kernel]
-    for name in (shape_class(bits, padded, banded), shape_class(bits, padded, False)):
-        if name in rows:
-            return Tile(**rows[name])
-    raise KeyError(
-        f"the tile table of {architecture(device)} has no row for {kernel}, {shape_class(bits, padded, banded)}"
-    )
+    rows = table(arch)[kernel]
+    # Random bits need registers: some classes have another tile for dropout.
+    for dropping in (True, False) if dropout else (False,):
+        for name in (shape_class(bits, padded, banded, dropping), shape_class(bits, padded, False, dropping)):
+            if name in rows:
+                return AttentionTile(**rows[name])  # type: ignore[arg-type]  # JSON
+    raise KeyError(f"the tile table of {arch} has no row for {kernel}, {shape_class(bits, padded, banded)}")
 
 
 @functools.cache

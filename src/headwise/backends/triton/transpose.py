@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise.backends.triton.launch import launch
+from headwise import layout
+from headwise.backends.triton.row_tiling import reshaped
+
+if TYPE_CHECKING:
+    from headwise.backends.triton.gpu import Gpu
+    from headwise.ops.transpose import Transpose
 
 _TILE = {1: 128, 2: 128, 4: 128, 8: 64}  # bytes of an element -> side of a tile
 
@@ -29,19 +35,21 @@ def _transpose(x, y, rows, columns, batch_stride, row_stride, column_stride, TIL
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     source = x + matrix * batch_stride + row[:, None] * row_stride + column[None, :] * column_stride
     bits = tl.trans(tl.load(source, mask=inside))
-    if rows % 16 == 0:  # in a way that shows the compiler that the stores are aligned
+    if rows % 16 == 0:  # written so that the compiler sees aligned stores
         _store(y, bits, matrix, row, column, rows // 16 * 16, columns)
     else:
         _store(y, bits, matrix, row, column, rows, columns)
 
 
-def transpose_forward(x: Tensor) -> Tensor:
-    y = torch.empty((*x.shape[:-2], x.shape[-1], x.shape[-2]), dtype=x.dtype, device=x.device)
+def transpose_forward(gpu: Gpu, args: Transpose) -> Tensor:
+    x = args.x
+    rows, columns = x.shape[-2:]
+    y = gpu.empty((*x.shape[:-2], columns, rows), x.dtype)
     if x.numel() == 0:
         return y
-    matrices = x.reshape(-1, *x.shape[-2:]) if x.dim() != 3 else x
-    count, rows, columns = matrices.shape
+    matrices = x if x.dim() == 3 else reshaped(gpu, x, -1, rows, columns)
     side = _TILE[x.element_size()]
-    grid = (count * triton.cdiv(rows, side) * triton.cdiv(columns, side),)
-    launch(_transpose, grid, (matrices, y), (rows, columns, *matrices.stride()), (side,), 8)
+    grid = (matrices.shape[0] * triton.cdiv(rows, side) * triton.cdiv(columns, side),)
+    tensors = layout.as_integers(matrices), layout.as_integers(y)
+    gpu.launch(_transpose, grid, tensors, (rows, columns, *matrices.stride()), (side,), warps=8)
     return y

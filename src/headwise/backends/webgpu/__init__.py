@@ -12,32 +12,6 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-# launcher -> module of this folder
-LAUNCHERS = {
-    "attention_forward": "attention_forward",
-    "attention_backward": "attention_backward",
-    "attention_varlen_forward": "attention_forward",
-    "attention_varlen_backward": "attention_backward",
-    "attention_decode": "decode",
-    "attention_probs": "probs",
-    "attention_probs_backward": "probs",
-    "cross_entropy_forward": "cross_entropy",
-    "cross_entropy_backward": "cross_entropy",
-    "cross_entropy_forward_backward": "cross_entropy",
-    "cross_entropy_reduce": "loss",
-    "cross_entropy_row_grads": "loss",
-    "embedding_forward": "embedding",
-    "embedding_backward": "embedding",
-    "merge_attention": "merge",
-    "merge_attention_backward": "merge",
-    "rms_norm_forward": "rms_norm",
-    "rms_norm_output": "rms_norm",
-    "rms_norm_backward": "rms_norm",
-    "softmax_forward": "softmax",
-    "softmax_backward": "softmax",
-    "transpose_forward": "transpose",
-}
-
 
 def unavailable() -> str | None:
     for package in ("wgpu", "jinja2", "numpy"):

@@ -3,16 +3,19 @@
 Feature tiers:
 
 A   what every WebGPU device has, and nothing else: 16 KiB of workgroup memory, 256 threads, 8 storage buffers
-B   as A, with the f16 feature (16-bit floats are packed in pairs and unpacked by built-ins of tier A, so nothing
-    here needs it yet)
+B   as A, with the f16 feature (no kernel needs it: built-ins of tier A pack and unpack 16-bit floats)
 C   subgroups: threads of a row exchange numbers in registers instead of through workgroup memory
 
-A tier above is used only where the adapter has it; ``HEADWISE_WEBGPU_TIER`` names a lower one.
+The highest tier that the adapter supports is used; ``HEADWISE_WEBGPU_TIER`` selects a lower one.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import wgpu
@@ -22,7 +25,7 @@ from headwise.config import settings
 
 TIERS = "ABC"
 
-# The floor that WebGPU promises (https://www.w3.org/TR/webgpu/#limits); tier A asks for nothing more than sizes of buffers.
+# The limits that WebGPU guarantees (https://www.w3.org/TR/webgpu/#limits). Tier A exceeds only those on buffer sizes.
 FLOOR_WORKGROUP_MEMORY = 16384
 FLOOR_WORKGROUP_THREADS = 256
 FLOOR_STORAGE_BUFFERS = 8
@@ -30,6 +33,8 @@ MOST_GROUPS = 65535  # in one dimension of a grid
 
 _BEST_FIRST = ("DiscreteGPU", "IntegratedGPU", "VirtualGPU", "CPU", "Unknown")
 
+# Harmless messages that drivers print when they are loaded.
+_NOISE = (b"XDG_RUNTIME_DIR", b"is not a conformant")
 
 # The narrowest subgroup that a vendor's compilers choose, where it varies from kernel to kernel (Intel, AMD).
 NARROWEST_SUBGROUP = {0x8086: 8, 0x1002: 32}
@@ -52,20 +57,43 @@ class Capabilities(NamedTuple):
     binding_bytes: int  # of a buffer that one kernel can see at once
     buffer_bytes: int  # of one allocation
     timestamps: bool
-    native_half: bool = False  # does pack2x16float round to nearest even? Known once the device was asked
+    native_half: bool = False  # does pack2x16float round to nearest even? Probed when the device opens
 
 
 def summaries() -> list[str]:
-    """All adapters of this machine, in a line each: what HEADWISE_WEBGPU_ADAPTER may name a part of."""
+    """All adapters of this machine, one line each: HEADWISE_WEBGPU_ADAPTER matches a part of such a line."""
     return [a.summary for a in _adapters()]
 
 
 def _adapters() -> list[Any]:
-    # OpenGL is left out: it is no WebGPU in full, and asking for it starts a display connection. Whoever used wgpu before
-    # us in this process has chosen already.
+    # No OpenGL: it does not support all of WebGPU, and opens a display connection. If wgpu was used before in this process,
+    # its choice of backends stays.
     with suppress(RuntimeError):
         extras.set_instance_extras(backends=["Vulkan", "Metal", "DX12"])
-    return [a for a in wgpu.gpu.enumerate_adapters_sync() if a.info["backend_type"] != "OpenGL"]
+    with _without_noise():
+        return [a for a in wgpu.gpu.enumerate_adapters_sync() if a.info["backend_type"] != "OpenGL"]
+
+
+@contextmanager
+def _without_noise() -> Iterator[None]:
+    """Hold back what drivers write to stderr within the block; afterwards print all of it but the noise."""
+    try:
+        sys.stderr.flush()
+        screen = os.dup(2)
+    except (OSError, AttributeError, ValueError):  # no stderr
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(screen, 2)
+            os.close(screen)
+            held.seek(0)
+            for line in held:
+                if not any(noise in line for noise in _NOISE):
+                    os.write(2, line)
 
 
 def choose() -> Any:
@@ -105,7 +133,7 @@ def capabilities(adapter: Any) -> Capabilities:
             )
         tier = wanted
     floor = tier < "C"
-    # A buffer or binding is no multiple of anything by itself; whole vectors of 16 bytes are all that kernels ask for.
+    # Adapters report any number here. A multiple of 256 keeps vectors of 16 bytes whole.
     binding = min(limits["max-storage-buffer-binding-size"], limits["max-buffer-size"]) // 256 * 256
     return Capabilities(
         name=info["device"],
@@ -134,4 +162,5 @@ def open_device(adapter: Any, capabilities: Capabilities) -> Any:
         "max-compute-invocations-per-workgroup": capabilities.workgroup_threads,
         "max-compute-workgroup-size-x": capabilities.workgroup_threads,
     }
-    return adapter.request_device_sync(required_features=features, required_limits=limits)
+    with _without_noise():
+        return adapter.request_device_sync(required_features=features, required_limits=limits)

@@ -1,17 +1,19 @@
-"""The few operators of PyTorch that an `Array` knows: views, copies, filling, and the sum that gradients meet in."""
+"""The PyTorch operators that an `Array` supports: views, copies, fills, and sums, which autograd needs."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
-from headwise.backends.webgpu import copies, runtime
-from headwise.backends.webgpu.array import Array, launcher
+from headwise.backends.webgpu import copies
+from headwise.backends.webgpu.array import OPERATORS, Array, array
+from headwise.backends.webgpu.device import Device
+from headwise.backends.webgpu.recorder import replayed
 from headwise.backends.webgpu.storage import Region
 
 aten = torch.ops.aten
@@ -27,7 +29,7 @@ _VIEWS = (
 def _view(func: Any) -> Callable[..., Any]:
     def view(x: Array, *args: Any, **kwargs: Any) -> Any:
         region = x._region
-        # PyTorch knows the rules; on a tensor without memory it says what the view would be.
+        # Run on a meta tensor, the operator gives the shape and strides of the view.
         low, high = region.span()
         whole = torch.empty(max(high, low) + 1, dtype=x.dtype, device="meta")
         found = func(whole.as_strided(region.shape, region.strides, region.offset), *args, **kwargs)
@@ -42,48 +44,48 @@ def _view(func: Any) -> Callable[..., Any]:
 
 
 def _detach(x: Array) -> Array:
-    """A view; but of a gradient that autograd is about to keep and whose memory others refer to, a copy.
+    """A view; but a copy, if autograd is about to keep x as a ``.grad`` while other arrays share its memory.
 
-    What autograd keeps as somebody's ``.grad`` it adds to in place later: that must not be the memory of another gradient
-    (one of ``x`` and of ``w`` in ``x + w.t()``), nor of anything else.
+    Autograd adds to a ``.grad`` in place, so its memory must not be shared: ``x`` and ``w`` in ``x + w.t()`` get the same
+    gradient.
     """
-    return _clone(x) if _is_being_kept(x) and _owners(x) > _ONE_OWNER else Array(x._region, x._device)
+    if _is_being_kept(x) and _owners(x) > _ONE_OWNER:
+        return _clone(x)
+    return Array._of(x._layout, x._storage, x._device)
 
 
 def _is_being_kept(x: Array) -> bool:
-    """Is this the node of a leaf, detaching the gradient that it will keep?"""
+    """Is autograd detaching x to keep it as the ``.grad`` of a leaf?"""
     if torch._C._current_graph_task_id() == -1:
         return False
     node = torch._C._current_autograd_node()
     if node is None or node.name() != "torch::autograd::AccumulateGrad":
         return False
     if not x.is_leaf:
-        return True  # an output that was saved, and is a gradient now
-    # The leaf itself, and what is its .grad already, are detached by somebody's hook.
+        return True  # a saved output that became a gradient
+    # A hook may detach the leaf itself, or its present .grad.
     leaf = node.variable  # type: ignore[attr-defined]
     return not x.requires_grad and leaf.grad is not x
 
 
 def _owners(x: Any) -> int:
-    storage = x._region.storage
-    return sys.getrefcount(storage)
+    return sys.getrefcount(x._storage)
 
 
-# What `_owners` says of a storage that only one array refers to: releases of Python count differently.
-_ONE_OWNER = _owners(SimpleNamespace(_region=SimpleNamespace(storage=object())))
+# The count for a storage that one array refers to. It differs between Python versions.
+_ONE_OWNER = _owners(SimpleNamespace(_storage=object()))
 
 
 def _view_dtype(x: Array, dtype: torch.dtype) -> Array:
-    """The same bits under another name."""
+    """The same bits as another dtype."""
     if dtype.itemsize != x.dtype.itemsize:
         raise NotImplementedError(f"headwise: an Array of {x.dtype} seen as {dtype}, which is of another size")
-    return Array(x._region.as_dtype(dtype), x._device)
+    region = x._region
+    return Array(Region(region.storage, dtype, region.shape, region.strides, region.offset), x._device)
 
 
 def _clone(x: Array, memory_format: Any = None) -> Array:
-    device = x._usable()
-    with device.lock, device.explained_loss:
-        return Array(copies.copied(device, x._region), device)
+    return replayed(copies.copied, [x])
 
 
 def _stays(device: Any) -> None:
@@ -96,48 +98,48 @@ def _stays(device: Any) -> None:
 def _filled(value: float) -> Callable[..., Any]:
     def like(x: Array, *sizes: Any, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Array:
         _stays(device)
-        device = x._usable()
-        shape = tuple(sizes[0]) if sizes else tuple(x.shape)
-        with device.lock, device.explained_loss:
-            return Array(copies.full(device, shape, value, dtype or x.dtype), device)
+        return replayed(_full, [x], tuple(sizes[0]) if sizes else tuple(x.shape), value, dtype or x.dtype)
 
     return like
 
 
+def _full(device: Device, x: Region, shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Region:
+    return copies.full(device, shape, value, dtype)
+
+
 def _empty(x: Array, *sizes: Any, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Array:
     _stays(device)
-    device = x._usable()
-    shape = tuple(sizes[0]) if sizes else tuple(x.shape)
-    with device.lock, device.explained_loss:
-        return Array(device.empty(shape, dtype or x.dtype), device)
+    return _new(x, tuple(sizes[0]) if sizes else tuple(x.shape), None, dtype)
 
 
 def _empty_strided(x: Array, size: Any, stride: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Array:
-    device = x._usable()
     shape, strides = tuple(size), tuple(stride)
     if 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) > max(math.prod(shape), 1):
         raise NotImplementedError(f"headwise: an Array of shape {shape} with strides {strides}, which leave gaps")
-    with device.lock, device.explained_loss:
+    return _new(x, shape, strides, dtype)
+
+
+def _new(x: Array, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype | None) -> Array:
+    device = x._usable()
+    with device.in_use():
         return Array(device.empty(shape, dtype or x.dtype, strides), device)
 
 
 def _copy_in_place(y: Array, x: Any, non_blocking: bool = False) -> Array:
-    """Into dense memory, in whatever order its dims lie."""
-    if not (isinstance(x, Array) and isinstance(y, Array)) or x.shape != y.shape or x.dtype != y.dtype:
-        raise NotImplementedError("headwise: copying into an Array needs another of its shape and dtype")
-    device = y._usable()
-    with device.lock, device.explained_loss:
-        source, target = x._region, y._region
-        order = sorted(range(len(target.shape)), key=lambda d: -target.strides[d])
-        source, target = (
-            r.with_shape([r.shape[d] for d in order], [r.strides[d] for d in order]) for r in (source, target)
+    """``y.copy_(x)``, and so ``cache[:, :, 3:4] = x``; a CPU tensor is uploaded."""
+    if not isinstance(y, Array) or x.dtype != y.dtype or not (isinstance(x, Array) or x.device.type == "cpu"):
+        raise NotImplementedError(
+            "headwise: copying into an Array needs another one, or a CPU tensor, of its dtype; bring it back with .torch()"
         )
-        if not target.contiguous or target.offset % 4:
-            raise NotImplementedError("headwise: copying into a part of an Array")
-        if source.storage is target.storage:
-            source = copies.copied(device, source)
-        copies.copy_into(device, source, target, part=True)
+    source = cast(Array, array(x.detach()).expand(y.shape))
+    # A kernel may not read a buffer that it writes.
+    replayed(_copied_into, [y, source], y._storage is source._storage)
     return y
+
+
+def _copied_into(device: Device, y: Region, x: Region, copy_first: bool) -> tuple[()]:
+    copies.copy_into(device, copies.copied(device, x) if copy_first else x, y, part=True)
+    return ()
 
 
 _ADDED = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
@@ -150,7 +152,7 @@ def _add(a: Array, b: Any, *, alpha: float = 1) -> Array:
             "headwise: adding arrays on WebGPU needs two of one shape and dtype, of floats or int32; "
             "bring them back with .torch() first"
         )
-    return _sum(a, b)
+    return replayed(copies.added, [a, b])
 
 
 def _add_in_place(a: Array, b: Any, *, alpha: float = 1) -> Array:
@@ -158,54 +160,51 @@ def _add_in_place(a: Array, b: Any, *, alpha: float = 1) -> Array:
 
 
 def _slice_backward(grad: Array, sizes: Any, dim: int, start: int, end: int, step: int) -> Array:
-    return _placed(grad, sizes, dim, slice(start, end).indices(sizes[dim])[0], step)
+    first = slice(start, end).indices(sizes[dim])[0]
+    return replayed(_placed, [grad], tuple(sizes), dim % len(sizes), first, step)
 
 
 def _select_backward(grad: Array, sizes: Any, dim: int, index: int) -> Array:
     dim %= len(sizes)
-    return _placed(cast(Array, grad.unsqueeze(dim)), sizes, dim, index % sizes[dim], 1)
+    return replayed(_placed, [cast(Array, grad.unsqueeze(dim))], tuple(sizes), dim, index % sizes[dim], 1)
 
 
-def _placed(grad: Array, sizes: Any, dim: int, start: int, step: int) -> Array:
+def _placed(device: Device, grad: Region, sizes: tuple[int, ...], dim: int, first: int, step: int) -> Region:
     """Zeros, and the gradient of a part where that part was."""
-    device = grad._usable()
-    with device.lock, device.explained_loss:
-        y = copies.full(device, tuple(sizes), 0.0, grad.dtype)
-        copies.place(device, grad._region, y, dim % len(sizes), start, step)
-        return Array(y, device)
+    y = copies.full(device, sizes, 0.0, grad.dtype)
+    strides = (*y.strides[:dim], y.strides[dim] * step, *y.strides[dim + 1 :])
+    part = y.narrow(dim, first, grad.shape[dim]).with_shape(grad.shape, strides)
+    copies.copy_into(device, grad, part, part=True)
+    return y
 
 
 def _cat(tensors: Any, dim: int = 0) -> Array:
     first = next(x for x in tensors if isinstance(x, Array))
-    # Autograd fills in zeros for a part of a split that nothing depends on; without memory, as it thinks arrays are.
+    # For a part of a split that nothing depends on, autograd passes zeros: a meta tensor, as arrays look like to it.
     filled_in = torch._C._current_graph_task_id() != -1
     if any(x.dtype != first.dtype or not (isinstance(x, Array) or (filled_in and x.is_meta)) for x in tensors):
         raise NotImplementedError("headwise: joining arrays needs all of them on WebGPU, of one dtype")
-    device, dim = first._usable(), dim % first.dim()
-    shape = list(first.shape)
-    shape[dim] = sum(x.shape[dim] for x in tensors)
-    with device.lock, device.explained_loss:
-        y, start = device.empty(tuple(shape), first.dtype), 0
-        for x in tensors:
-            part = x._region if isinstance(x, Array) else copies.full(device, x.shape, 0.0, x.dtype)
-            copies.place(device, part, y, dim, start)
-            start += x.shape[dim]
-        return Array(y, device)
+    # The shape of each of these zeros; None for an array.
+    shapes = tuple(None if isinstance(x, Array) else tuple(x.shape) for x in tensors)
+    return replayed(_joined, [x for x in tensors if isinstance(x, Array)], shapes, dim % first.dim())
 
 
-def _stack(tensors: Any, dim: int = 0) -> Array:
+def _joined(device: Device, *given: Any) -> Region:
+    *regions, shapes, dim = given
+    left = iter(regions)
+    parts = [next(left) if shape is None else copies.full(device, shape, 0.0, regions[0].dtype) for shape in shapes]
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    y, start = device.empty(tuple(shape), parts[0].dtype), 0
+    for part in parts:
+        copies.copy_into(device, part, y.narrow(dim, start, part.shape[dim]), part=True)
+        start += part.shape[dim]
+    return y
+
+
+def _stack(tensors: Sequence[Any], dim: int = 0) -> Array:
     dim %= tensors[0].dim() + 1
     return _cat([x.unsqueeze(dim) for x in tensors], dim)
-
-
-@launcher
-def _sum(device: runtime.Device, a: Region, b: Region) -> Region:
-    x, other = copies.contiguous(device, a), copies.contiguous(device, b)
-    if x.offset % 4:
-        x = copies.copied(device, x)
-    if other.offset % 4:
-        other = copies.copied(device, other)
-    return copies.added(device, x, other)
 
 
 def _to_copy(x: Array, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -215,7 +214,7 @@ def _to_copy(x: Array, *, dtype: torch.dtype | None = None, device: Any = None, 
     raise NotImplementedError("headwise: an Array changes neither dtype nor GPU; bring it back with .torch() first")
 
 
-KNOWN: dict[Any, Callable[..., Any]] = {
+OPERATORS |= {
     **{func: _view(func) for func in _VIEWS},
     aten.detach.default: _detach,
     aten.view.dtype: _view_dtype,

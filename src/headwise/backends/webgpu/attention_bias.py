@@ -4,59 +4,60 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from headwise.backends.webgpu import copies, scores
-from headwise.backends.webgpu.runtime import Device
+from headwise.backends.webgpu.backward_kernels import Problem, windows
+from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region, contiguous_strides
 
-if TYPE_CHECKING:
-    from headwise.backends.webgpu.backward_kernels import Problem
-
-    Windows = Callable[..., Iterator[tuple[tuple[int, int], Problem]]]
-
 _TILE = 32  # rows and keys of a tile of scores
 _WORKGROUPS = 512  # enough to fill a large GPU
-_MOST_PARTS = 1 << 20  # elements of all shares, beyond four
+_MOST_PARTIALS = 1 << 20  # elements of all splits, if there are more than four
 
 
 def bias_gradient(
-    device: Device, problems: Sequence[Problem], windows: Windows, bias: Region, q_shape: tuple[int, ...],
-    k_shape: tuple[int, ...],
-) -> Region:  # fmt: skip
-    """``problems`` are the pieces that make up the call, batch entry after batch entry, head after head."""
+    device: Device, problems: Sequence[Problem], given: Region, q_shape: tuple[int, ...], k_shape: tuple[int, ...]
+) -> Region:
+    """``problems``: the pieces of the call, in the order of batch entries, then heads."""
+    bias = given.with_leading(4)
     batch, heads, q_length, _ = q_shape
     if bias.numel == 0 or batch * heads * q_length * k_shape[2] == 0:
-        return copies.full(device, bias.shape, 0.0, bias.dtype)
+        return copies.full(device, given.shape, 0.0, bias.dtype)
     per = tuple(size > 1 for size in bias.shape)
-    if len(problems) == 1 and 4 * bias.numel <= device.capabilities.binding_bytes:
+    if len(problems) == 1 and 4 * _rounded(bias) <= device.capabilities.binding_bytes:
         owners, readers = _owners_and_readers(batch, heads, q_length, k_shape[2], per)
-        shares = max(1, min(readers, _WORKGROUPS // owners, max(4, _MOST_PARTS // bias.numel)))
-        parts = _empty_parts(device, shares, bias)
-        _add(device, problems[0], parts, shares, per, bias.shape, (0, q_length), False)
-        return _sum_of_shares(device, parts, bias)
-    # Too large to be seen at once: one head after the other, and each adds to what the ones before it left.
-    parts = _empty_parts(device, 1, bias)
+        fitting = device.capabilities.binding_bytes // (4 * _rounded(bias))
+        splits = max(1, min(readers, _WORKGROUPS // owners, max(4, _MOST_PARTIALS // bias.numel), fitting))
+        partials = _empty_partials(device, splits, bias)
+        _add(device, problems[0], partials, splits, per, bias.shape, (0, q_length), False)
+        return _sum_of_splits(device, partials, bias).with_shape(given.shape)
+    # Too large to bind at once: one head at a time, each adding to the sums of those before it.
+    partials = _empty_partials(device, 1, bias)
     for problem in problems:
         for head, single in _single_heads(device, problem):
-            one = parts.with_shape(bias.shape)
+            one = partials.with_shape(bias.shape)
             for dim, first in ((0, single.piece.batch), (1, head)):
-                one = one.narrow(dim, first, 1) if per[dim] else one
+                one = one.narrow_broadcast(dim, first, 1)
             for window, seen in windows(device, single, 2, *((one,) if per[2] else ())):
                 add = any(
                     at > 0 and not owned for at, owned in zip((single.piece.batch, head, window[0]), per, strict=False)
                 )
-                part = one.narrow(2, window[0], window[1] - window[0]) if per[2] else one
+                part = one.narrow_broadcast(2, window[0], window[1] - window[0])
                 _add(device, seen, part, 1, per, bias.shape, window, add)
-    return _sum_of_shares(device, parts, bias)
+    return _sum_of_splits(device, partials, bias).with_shape(given.shape)
 
 
-def _empty_parts(device: Device, shares: int, bias: Region) -> Region:
-    return device.empty((shares, -(-bias.numel // 4) * 4), torch.float32)
+def _empty_partials(device: Device, splits: int, bias: Region) -> Region:
+    return device.empty((splits, _rounded(bias)), torch.float32)
+
+
+def _rounded(bias: Region) -> int:
+    """Elements of the bias in whole vectors of four."""
+    return -(-bias.numel // 4) * 4
 
 
 def _owners_and_readers(batch: int, heads: int, q_length: int, k_length: int, per: tuple[bool, ...]) -> tuple[int, int]:
@@ -69,30 +70,16 @@ def _owners_and_readers(batch: int, heads: int, q_length: int, k_length: int, pe
 
 
 def _single_heads(device: Device, problem: Problem) -> Iterator[tuple[int, Problem]]:
-    """Each query head of the call that a problem has, and the problem of it alone."""
-    piece, of_call = problem.piece, problem.scores
-    batches, heads, length, _ = problem.q.shape
-    for b, h in itertools.product(range(batches), range(heads)):
-        of_query = (x.narrow(0, b, 1).narrow(1, h, 1) for x in (problem.q, problem.grad))
-        of_key = (x.narrow(0, b, 1).narrow(1, h // piece.group, 1) for x in (problem.k, problem.v))
-        q, grad, k, v = (scores.bindable(device, x) for x in (*of_query, *of_key))
-        regions = dict(of_call.regions)
-        for name, x in regions.items():
-            x = x.narrow(0, b, 1) if x.shape[0] > 1 else x
-            regions[name] = x.narrow(1, h, 1) if x.shape[1] > 1 else x
-        head = piece.key_head * piece.group + h
-        yield head, problem._replace(
-            piece=piece._replace(batch=piece.batch + b, batches=1, key_head=head // piece.group, key_heads=1),
-            q=q, k=k, v=v, grad=grad, stats_first=problem.stats_first + (b * heads + h) * length,
-            scores=of_call._replace(parameters=(1, 1, 1, *of_call.parameters[3:]), regions=regions),
-        )  # fmt: skip
+    """Each query head of a problem, by its number in the call, as a problem of its own."""
+    for b, h in itertools.product(*map(range, problem.q.shape[:2])):
+        yield problem.piece.key_head * problem.piece.group + h, problem.single_head(b, h).bound(device)
 
 
 def _add(
-    device: Device, problem: Problem, parts: Region, shares: int, per: tuple[bool, ...], shape: tuple[int, ...],
+    device: Device, problem: Problem, partials: Region, splits: int, per: tuple[bool, ...], shape: tuple[int, ...],
     window: tuple[int, int], add: bool,
 ) -> None:  # fmt: skip
-    """One dispatch, into ``parts`` of a bias of ``shape``; rows in ``window`` of the scores alone."""
+    """One dispatch, into ``partials`` of a bias of ``shape``, over the rows in ``window``."""
     q, k, v, grad = problem.q, problem.k, problem.v, problem.grad
     per_batch, per_head, per_query, per_key = per
     owners, _ = _owners_and_readers(q.shape[0], q.shape[1], window[1] - window[0], k.shape[2], per)
@@ -102,24 +89,24 @@ def _add(
     )  # fmt: skip
     strides = tuple(s if owned else 0 for s, owned in zip(contiguous_strides(shape), per, strict=True))
     parameters = (
-        shares, int(add), *window, problem.stats_first, problem.piece.batch,
-        *(n for x in (q, k, v, grad) for n in scores.vectors(x)), -(-math.prod(shape) // 4) * 4, *strides,
+        splits, int(add), *window, problem.stats_first, *(n for x in (q, k, v, grad) for n in scores.vectors(x)),
+        -(-math.prod(shape) // 4) * 4, *strides, *problem.scores.parameters,
     )  # fmt: skip
-    regions = {"q": q, "k": k, "v": v, "grad": grad, "stats": problem.stats, "parts": parts, **problem.scores.regions}
-    device.run(kernel, owners * shares, parameters + problem.scores.parameters, **regions)
+    regions = {"q": q, "k": k, "v": v, "grad": grad, "stats": problem.stats, **problem.scores.pairs}
+    device.run(kernel, owners * splits, parameters, **regions, partials=partials)
 
 
-def _sum_of_shares(device: Device, parts: Region, bias: Region) -> Region:
-    shares, rounded = parts.shape
-    if shares == 1 and bias.dtype == torch.float32:
-        return parts.with_shape(bias.shape)
+def _sum_of_splits(device: Device, partials: Region, bias: Region) -> Region:
+    splits, rounded = partials.shape
+    if splits == 1 and bias.dtype == torch.float32:
+        return partials
     dbias = device.empty(bias.shape, bias.dtype)
     kernel = device.kernel("attention_bias_sum", dtype=DTYPES[bias.dtype])
-    # Several shares are few elements by choice; one share may be larger than a kernel can see.
-    step = rounded if shares > 1 else (device.capabilities.binding_bytes - 512) // 4 // 64 * 64
+    # Several splits are always small; a single one may be larger than a binding.
+    step = rounded if splits > 1 else (device.capabilities.binding_bytes - 512) // 4 // 64 * 64
     for start in range(0, rounded, step):
         count = min(step, rounded - start)
-        source = parts.narrow(1, start, count)
+        source = partials.narrow(1, start, count)
         target = Region(dbias.storage, dbias.dtype, (count,), (1,), dbias.offset + start)
-        device.run(kernel, -(-count // 1024), (count // 4, shares), parts=source, dbias=target)
+        device.run(kernel, -(-count // 1024), (count // 4, splits), partials=source, dbias=target)
     return dbias

@@ -1,15 +1,15 @@
-"""The kernels of attention backward: ``wgsl/attention_stats.wgsl``, ``wgsl/attention_backward.wgsl``, how a workgroup of the
-latter is cut, and what one dispatch of them is given."""
+"""Launching the kernels of attention backward, ``wgsl/attention_stats.wgsl`` and ``wgsl/attention_backward.wgsl``, and the
+tile sizes of the latter."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headwise.backends.webgpu import scores, tiles
 from headwise.backends.webgpu.adapter import FLOOR_WORKGROUP_MEMORY, Capabilities
-from headwise.backends.webgpu.runtime import Device
+from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region
 
@@ -18,13 +18,13 @@ QUERIES, KEYS = "queries", "keys"
 _MOST_REGISTERS = 200  # floats of a thread in arrays that must not spill
 
 
-class Shape(NamedTuple):
-    """How a workgroup of ``wgsl/attention_backward.wgsl`` is cut: template variables of the same names."""
+class BackwardTile(NamedTuple):
+    """Template variables of ``wgsl/attention_backward.wgsl``."""
 
     rows: int  # own rows that a group of lanes shares
     lanes: int
     threads: int
-    tile: int  # streamed rows in workgroup memory
+    streamed_rows: int  # in workgroup memory
     chunk: int  # of them, computed at once
     subgroups: bool
 
@@ -50,13 +50,9 @@ class Piece(NamedTuple):
         """The part of q, dO, O, lse or dq ``(B, Hq, …)``."""
         return x.narrow(0, self.batch, self.batches).narrow(1, self.key_head * self.group, self.key_heads * self.group)
 
-    def of_scores(self, x: Region) -> Region:
-        """The part of a mask or bias, of which dims of 1 are broadcast."""
-        if x.shape[0] > 1:
-            x = x.narrow(0, self.batch, self.batches)
-        if x.shape[1] > 1:
-            x = x.narrow(1, self.key_head * self.group, self.key_heads * self.group)
-        return x
+    def of_scores(self, x: scores.Scores) -> scores.Scores:
+        heads = (self.key_head * self.group, self.key_heads * self.group)
+        return x.narrow(self.batch, self.batches, *heads, self.group)
 
 
 class Problem(NamedTuple):
@@ -70,18 +66,28 @@ class Problem(NamedTuple):
     stats: Region  # of the whole call; those of the rows of this piece begin at stats_first
     stats_first: int
     scores: scores.Scores
-    packed: Packed | None
+    packing: Any  # `Packing`, or None
 
+    def bound(self, device: Device) -> Problem:
+        """The same, with tensors copied whose elements are too far apart to bind."""
+        q, k, v, grad = (scores.bindable(device, x) for x in (self.q, self.k, self.v, self.grad))
+        return self._replace(q=q, k=k, v=v, grad=grad)
 
-class Packed(NamedTuple):
-    cu_q: Region
-    cu_k: Region
-    max_q: int
-    max_k: int
+    def single_head(self, batch: int, head: int) -> Problem:
+        """One query head of one batch entry, both counted within the piece."""
+        piece, length = self.piece, self.q.shape[2]
+        q, grad = (x.narrow(0, batch, 1).narrow(1, head, 1) for x in (self.q, self.grad))
+        k, v = (x.narrow(0, batch, 1).narrow(1, head // piece.group, 1) for x in (self.k, self.v))
+        of_call = piece.key_head * piece.group + head
+        return self._replace(
+            piece=Piece(piece.batch + batch, 1, of_call // piece.group, 1, 1), q=q, k=k, v=v, grad=grad,
+            stats_first=self.stats_first + (batch * self.q.shape[1] + head) * length,
+            scores=self.scores.narrow(batch, 1, head, 1, 1),
+        )  # fmt: skip
 
 
 class Streamed(NamedTuple):
-    """Rows [first, past) of the side that a kernel streams; does it go on with sums of earlier ones, and finish them?"""
+    """Rows [first, past) of the streamed side. resumes: continue the sums of earlier rows; finishes: these are the last."""
 
     first: int
     past: int
@@ -90,15 +96,15 @@ class Streamed(NamedTuple):
 
 
 def windows(device: Device, problem: Problem, dim: int, *results: Region) -> Iterator[tuple[tuple[int, int], Problem]]:
-    """Rows [first, past) of the side of dim 2 (queries) or 3 (keys) of the scores that a kernel can work on at once: all of
-    them, unless a result, the mask or the bias is too large to bind. With them the problem that has only their scores."""
-    length = (problem.q if dim == 2 else problem.k).shape[2]
-    most, seen = device.capabilities.binding_bytes, problem.scores.regions
-    rows = length
+    """Rows [first, past) of queries (dim 2) or keys (dim 3) to work on at once, and the problem with their mask and bias.
+
+    All rows, unless a result, the mask or the bias is too large to bind."""
+    length = rows = (problem.q if dim == 2 else problem.k).shape[2]
+    most, pairs = device.capabilities.binding_bytes, problem.scores.pairs
     for x in results:
         if x.storage.size > most:
             rows = min(rows, (most - 512) // (x.strides[2] * x.itemsize))
-    for x in seen.values():
+    for x in pairs.values():
         if x.storage.size > most and x.shape[dim] > 1:
             rows = min(rows, (most - 512) // (x.numel // x.shape[dim] * x.itemsize))
     if rows == length:
@@ -107,118 +113,111 @@ def windows(device: Device, problem: Problem, dim: int, *results: Region) -> Ite
         return
     for first in range(0, length, max(rows, 1)):
         count = min(max(rows, 1), length - first)
-        parts = {
-            n: scores.bindable(device, x.narrow(dim, first, count) if x.shape[dim] > 1 else x) for n, x in seen.items()
-        }
-        strides = tuple(0 if n == 1 else s for x in parts.values() for n, s in zip(x.shape, x.strides, strict=True))
-        of_scores = scores.Scores(problem.scores.variant, (*problem.scores.parameters[:9], *strides), parts)
-        yield (first, first + count), problem._replace(scores=of_scores)
+        bound = {name: scores.bindable(device, x.narrow_broadcast(dim, first, count)) for name, x in pairs.items()}
+        yield (first, first + count), problem._replace(scores=problem.scores.with_pairs(bound))
 
 
-def rows_of(
-    device: Device, problem: Problem, out: Region, lse: Region, grad_lse: Region | None, kv_lengths: Region | None
-) -> None:
-    """Fill the stats of a problem: see ``wgsl/attention_stats.wgsl``."""
+def write_stats(device: Device, problem: Problem, out: Region, lse: Region, grad_lse: Region | None) -> None:
+    """Fill the stats of the rows of a problem: see ``wgsl/attention_stats.wgsl``."""
     batch, heads, length = out.shape[:3]
     count, vectors = batch * heads * length, out.shape[3] // 4
     lanes = 4 if vectors <= 8 else 16
     kernel = device.kernel(
-        "attention_stats", dtype=DTYPES[out.dtype], dlse=grad_lse is not None,
-        lengths="" if kv_lengths is None else DTYPES[kv_lengths.dtype], vectors=vectors, lanes=lanes,
-    )  # fmt: skip
+        "attention_stats", dtype=DTYPES[out.dtype], dlse=grad_lse is not None, vectors=vectors, lanes=lanes
+    )
     regions = {"result": out, "grad": problem.grad, "lse": lse, "stats": problem.stats}
-    dlse_strides: tuple[int, ...] = (0, 0, 0)
     if grad_lse is not None:
-        regions["grad_lse"], dlse_strides = grad_lse, grad_lse.strides
-    if kv_lengths is not None:
-        regions["lengths"] = kv_lengths
+        regions["grad_lse"] = grad_lse
     parameters = (
-        batch, heads, length, problem.k.shape[2], *scores.vectors(out), *scores.vectors(problem.grad), *lse.strides,
-        *dlse_strides, *((0, 0) if kv_lengths is None else (kv_lengths.strides[0], kv_lengths.shape[0])),
-        problem.stats_first,
+        batch, heads, length, *scores.vectors(out), *scores.vectors(problem.grad), *lse.strides,
+        *((0, 0, 0) if grad_lse is None else grad_lse.strides), problem.stats_first,
     )  # fmt: skip
-    # Without any row there may still be lengths.
-    device.run(kernel, max(-(-count // (256 // lanes)), int(kv_lengths is not None)), parameters, **regions)
+    device.run(kernel, -(-count // (256 // lanes)), parameters, **regions)
 
 
-def own_tiles(device: Device, side: str, problem: Problem, shape: Shape) -> tuple[Region | None, int]:
-    """How many tiles of own rows there are; of a packed batch, with the list of them."""
-    q, k, packed = problem.q, problem.k, problem.packed
-    if packed is None:
-        return None, -(-(q if side == QUERIES else k).shape[2] // shape.own_tile)
-    of_q, of_k = (packed.cu_q, q.shape[2], packed.max_q), (packed.cu_k, k.shape[2], packed.max_k)
-    own, other = (of_q, of_k) if side == QUERIES else (of_k, of_q)
-    return scores.packed_tiles(device, own[0], other[0], own[1], other[1], own[2], other[2], shape.own_tile)
+class Tiles(NamedTuple):
+    """The tiles of own rows of one side of a problem."""
+
+    tile: BackwardTile
+    total: int
+    entries: Region | None  # of a packed batch: the list of them
+
+
+def tiles_of(device: Device, side: str, problem: Problem) -> Tiles:
+    q, k, v = problem.q, problem.k, problem.v
+    batch, heads, length, _ = (q if side == QUERIES else k).shape
+    tile = _tile(device.capabilities, side, 8 * q.itemsize, q.shape[3] // 4, v.shape[3] // 4, batch * heads, length)
+    if problem.packing is None:
+        return Tiles(tile, -(-length // tile.own_tile), None)
+    of_queries, of_keys = scores.packed_sides(problem.packing, q, k)
+    own, other = (of_queries, of_keys) if side == QUERIES else (of_keys, of_queries)
+    entries, total = scores.packed_tiles(device, own, other, tile.own_tile)
+    return Tiles(tile, total, entries)
 
 
 def run_side(
-    device: Device, side: str, problem: Problem, shape: Shape, entries: Region | None, tile_count: int,
-    window: tuple[int, int], first: Region | None, second: Region | None, streamed: Streamed | None = None,
+    device: Device, side: str, problem: Problem, own: Tiles, window: tuple[int, int],
+    results: tuple[Region | None, Region | None], streamed: Streamed | None = None,
 ) -> None:  # fmt: skip
-    """One dispatch: ``first`` is dq or dk, ``second`` is dv, where they are wanted; both have all own rows.
+    """One dispatch. results: dq or dk, and dv, where wanted, with all own rows.
 
-    ``streamed``: only this window of the other side. Then q, k, v, the gradient, mask and bias have only the rows of
-    both windows."""
+    streamed: only this window of the other side; then q, k, v, grad, mask and bias have only the rows of both windows."""
     q, k, v, grad, of_call = problem.q, problem.k, problem.v, problem.grad, problem.scores
-    queries, keys = (q.shape[2], k.shape[2]) if problem.packed is None else (problem.packed.max_q, problem.packed.max_k)
+    first, second = results
+    queries, keys = q.shape[2], k.shape[2]
+    if problem.packing is not None:
+        queries, keys = problem.packing.max_q, problem.packing.max_k
     summed = keys if side == QUERIES else queries * problem.piece.group  # rows: of all query heads of a key head
     kernel = device.kernel(
         "attention_backward", side=side, dtype=DTYPES[q.dtype], first=q.shape[3] // 4, second=v.shape[3] // 4,
-        want_first=first is not None, want_second=second is not None, variant=of_call.variant, rows=shape.rows,
-        lanes=shape.lanes, threads=shape.threads, tile=shape.tile, chunk=shape.chunk, subgroups=shape.subgroups,
+        want_first=first is not None, want_second=second is not None, variant=of_call.variant, **own.tile._asdict(),
         chain=tiles.chain(q.dtype, summed) if streamed is None else tiles.CHAIN, windowed=streamed is not None,
-        to=DTYPES[next(x.dtype for x in (first, second) if x is not None)],
+        to=DTYPES[next(x.dtype for x in results if x is not None)],
     )  # fmt: skip
-    regions = {"q": q, "k": k, "v": v, "grad": grad, "stats": problem.stats, **of_call.regions}
+    regions = {"q": q, "k": k, "v": v, "grad": grad, "stats": problem.stats, **of_call.pairs}
     parameters: tuple[float, ...] = (
-        tile_count, *window, problem.stats_first, problem.piece.batch, *(streamed or ()),
-        *(n for x in (q, k, v, grad) for n in scores.vectors(x)),
+        own.total, *window, problem.stats_first, *(streamed or ()), *(n for x in (q, k, v, grad) for n in scores.vectors(x)),
     )  # fmt: skip
     for name, x in (("dq" if side == QUERIES else "dk", first), ("dv", second)):
         if x is not None:
             regions[name] = x.narrow(2, window[0], window[1] - window[0])
             parameters += scores.vectors(x)
-    if entries is not None:
-        regions["tiles"] = entries
+    if own.entries is not None:
+        regions["tiles"] = own.entries
     heads = (q if side == QUERIES else k).shape[1]
-    device.run(kernel, q.shape[0] * heads * tile_count, parameters + of_call.parameters, **regions)
+    device.run(kernel, q.shape[0] * heads * own.total, parameters + of_call.parameters, **regions)
 
 
-# ------------------------------------------------------------------------------------------------------------ the shapes
-
-
-def shape_of(device: Device, side: str, problem: Problem) -> Shape:
-    q, k, v = problem.q, problem.k, problem.v
-    batch, heads, length, _ = (q if side == QUERIES else k).shape
-    return _shape(device.capabilities, side, 8 * q.itemsize, q.shape[3] // 4, v.shape[3] // 4, batch * heads, length)
+# -------------------------------------------------------------------------------------------------------- tile sizes
 
 
 @functools.lru_cache(maxsize=4096)
-def _shape(capabilities: Capabilities, side: str, bits: int, first: int, second: int, heads: int, length: int) -> Shape:
-    """What ``tiles.json`` lists for ``attention_backward_queries`` or ``…_keys``, or a shape by limits alone."""
+def _tile(
+    capabilities: Capabilities, side: str, bits: int, first: int, second: int, heads: int, length: int
+) -> BackwardTile:
+    """What ``tiles.json`` lists for ``attention_backward_queries`` or ``…_keys``, or a tile by limits alone."""
     subgroup = capabilities.subgroup_size if capabilities.tier >= "C" else 0
     enough = tiles.busy(capabilities)
     found = None
-    for entry in tiles.rows(f"attention_backward_{side}", capabilities, bits, max(first, second)):
-        shape = Shape(**entry, subgroups=subgroup > 0)
+    for entry in tiles.listed(f"attention_backward_{side}", capabilities, bits, max(first, second)):
+        tile = BackwardTile(**entry, subgroups=subgroup > 0)
         if (
-            workgroup_bytes(shape, side, first, second) <= capabilities.workgroup_memory
-            and shape.threads <= capabilities.workgroup_threads
-            and (shape.lanes <= subgroup or not subgroup)
+            workgroup_bytes(tile, side, first, second) <= capabilities.workgroup_memory
+            and tile.threads <= capabilities.workgroup_threads
+            and (tile.lanes <= subgroup or not subgroup)
         ):
-            found = shape
-            if heads * -(-length // shape.own_tile) >= enough:
-                return shape
+            found = tile
+            if heads * -(-length // tile.own_tile) >= enough:
+                return tile
     if found is None:
-        found = default_shape(subgroup, side, first, second)
+        found = default_tile(subgroup, side, first, second)
         if subgroup and heads * -(-length // found.own_tile) < enough and found.threads > 64:
             found = found._replace(threads=64)
     return found
 
 
-def default_shape(subgroup: int, side: str, first: int, second: int) -> Shape:
-    """A shape for what every adapter has. ``subgroup`` is its size, or 0; ``first`` and ``second`` are vectors of a row of q
-    and of v."""
+def default_tile(subgroup: int, side: str, first: int, second: int) -> BackwardTile:
+    """A tile that fits every adapter. subgroup: its size, or 0. first, second: vectors of a row of q and of v."""
     widest = max(first, second)
     held, most = (3, 4) if side == QUERIES else (4, 2)  # tensors in registers; vectors that a lane has of a row
     rows = lanes = 4
@@ -227,23 +226,22 @@ def default_shape(subgroup: int, side: str, first: int, second: int) -> Shape:
     while rows > 1 and held * rows * 4 * -(-widest // lanes) > _MOST_REGISTERS:
         rows //= 2
     if subgroup:
-        shape = Shape(rows, lanes, 128, 32, 8, True)
+        tile = BackwardTile(rows, lanes, 128, 32, 8, True)
     else:
-        shape = Shape(rows, lanes, 64, 16, 4, False)
-    while shape.tile > shape.chunk and workgroup_bytes(shape, side, first, second) > FLOOR_WORKGROUP_MEMORY:
-        shape = shape._replace(tile=shape.tile // 2)
-    while shape.threads > lanes and workgroup_bytes(shape, side, first, second) > FLOOR_WORKGROUP_MEMORY:
-        shape = shape._replace(threads=shape.threads // 2)
-    return shape
+        tile = BackwardTile(rows, lanes, 64, 16, 4, False)
+    while tile.streamed_rows > tile.chunk and workgroup_bytes(tile, side, first, second) > FLOOR_WORKGROUP_MEMORY:
+        tile = tile._replace(streamed_rows=tile.streamed_rows // 2)
+    while tile.threads > lanes and workgroup_bytes(tile, side, first, second) > FLOOR_WORKGROUP_MEMORY:
+        tile = tile._replace(threads=tile.threads // 2)
+    return tile
 
 
-def workgroup_bytes(shape: Shape, side: str, first: int, second: int, results: int = 2) -> int:
-    """Workgroup memory that a kernel needs."""
-    row = sum(-(-vectors // shape.lanes) * shape.lanes for vectors in (first, second))
-    size = 16 * shape.tile * row
+def workgroup_bytes(tile: BackwardTile, side: str, first: int, second: int) -> int:
+    """Workgroup memory that a kernel needs, if it writes all results."""
+    row = sum(-(-vectors // tile.lanes) * tile.lanes for vectors in (first, second))
+    size = 16 * tile.streamed_rows * row
     if side == KEYS:
-        size += 8 * shape.tile
-    if not shape.subgroups:
-        weights = results if side == KEYS else 1
-        size += 16 * (2 * shape.rows * (shape.threads + 1) + weights * shape.own_tile)
+        size += 8 * tile.streamed_rows
+    if not tile.subgroups:
+        size += 16 * (2 * tile.rows * (tile.threads + 1) + (2 if side == KEYS else 1) * tile.own_tile)
     return size

@@ -1,40 +1,36 @@
-"""Decoding on WebGPU: the keys are split over the machine, and a second kernel merges the shares in a fixed order.
+"""Decoding on WebGPU: the keys are split over the GPU, and a second kernel merges the splits in a fixed order.
 
-A workgroup serves all query heads of a key head (and all new tokens) with one read of its share of the cache. Shares are
-cut from each sequence's own keys, so a short sequence in a large cache still fills the machine.
+A workgroup serves all query heads of a key head (and all new tokens) with one read of its split of the cache. Only the keys
+that a sequence has are split, so a short sequence in a large cache still fills the GPU.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from headwise.backends.webgpu import scores
 from headwise.backends.webgpu.adapter import FLOOR_WORKGROUP_MEMORY
-from headwise.backends.webgpu.array import launcher
-from headwise.backends.webgpu.runtime import Device
+from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region
 
-if TYPE_CHECKING:
-    from headwise.ops.attention._arguments import Flags
-
-# A sequence alone is split into about this many workgroups, and no share is smaller than this many keys. The batch has no
-# say: a sequence gives the same bits in any batch.
+# Each sequence is split over about this many workgroups, and no split is smaller than this many keys. The batch size does
+# not matter: a sequence gives the same bits in any batch.
 WORKGROUPS = 512
-SMALLEST_SHARE = 256
+SMALLEST_SPLIT = 256
 
-_THREADS = 128  # of a workgroup, where rows do not ask for more
-_MOST_SETS = 8  # of rows that teams of one workgroup serve
+_THREADS = 128  # of a workgroup, unless its rows need more
+_MOST_SETS = 8  # of rows in one workgroup
 _MERGE_THREADS = 128
-_EXCHANGE_BYTES = 4096  # of workgroup memory that the teams meet in at the end
+_EXCHANGE_BYTES = 4096  # of workgroup memory through which teams exchange their sums at the end
 
 
-class Tile(NamedTuple):
-    """How a workgroup is laid out; see ``wgsl/decode.wgsl``."""
+class DecodeTile(NamedTuple):
+    """Template variables of ``wgsl/decode.wgsl``: how a workgroup is laid out."""
 
     lanes: int  # threads that share a row of k and v: a power of two
     slots: int  # teams of them that share the keys
@@ -43,102 +39,99 @@ class Tile(NamedTuple):
     keys: int  # of a team at once
 
 
-@launcher
-def attention_decode(
-    device: Device, q: Region, k_cache: Region, v_cache: Region, lengths: Region, block_table: Region | None,
-    sink: Region | None, flags: Flags, num_splits: int,
-) -> tuple[Region, Region]:  # fmt: skip
-    """q ``(B, Hq, Sq, D)``, or ``(B, Hq, D)``, and then the results have no dim of tokens either."""
-    if len(q.shape) == 4:
-        return _decode(device, q, k_cache, v_cache, lengths, block_table, sink, flags, num_splits)
-    (batch, heads, d), (of_batch, of_head, _) = q.shape, q.strides
-    row = q.with_shape((batch, heads, 1, d), (of_batch, of_head, d, 1))
-    out, lse = _decode(device, row, k_cache, v_cache, lengths, block_table, sink, flags, num_splits)
-    return tuple(x.with_shape((*x.shape[:2], *x.shape[3:]), (*x.strides[:2], *x.strides[3:])) for x in (out, lse))  # type: ignore[return-value]
+def attention_decode(device: Device, args: Any) -> tuple[Region, Region | None]:
+    q = args.q
+    if len(q.shape) == 3:
+        (batch, heads, d), (of_batch, of_head, _) = q.shape, q.strides
+        q = q.with_shape((batch, heads, 1, d), (of_batch, of_head, d, 1))
+    rows = q.shape[1] // args.k_cache.shape[1] * q.shape[2]
+    tile = tile_of(device.capabilities.subgroup_size, _fours(q.shape[3]), _fours(args.v_cache.shape[3]), rows)
+    splits = args.num_splits or _splits(args, q.shape[2], rows, tile)
+    out, lse = decode_with(device, tile, splits, args._replace(q=q))
+    if q is not args.q:
+        out, lse = (x.with_shape((*x.shape[:2], *x.shape[3:]), (*x.strides[:2], *x.strides[3:])) for x in (out, lse))
+    return out, lse if args.with_lse else None
 
 
-def _decode(
-    device: Device, q: Region, k_cache: Region, v_cache: Region, lengths: Region, block_table: Region | None,
-    sink: Region | None, flags: Flags, num_splits: int,
-) -> tuple[Region, Region]:  # fmt: skip
-    q_heads, q_length, d = q.shape[1:]
-    rows = q_heads // k_cache.shape[1] * q_length
-    tile = tile_of(device.capabilities.subgroup_size, _fours(d), _fours(v_cache.shape[3]), rows)
-    if num_splits == 0:
-        span = capacity_of(k_cache, block_table)
-        if flags.left >= 0:
-            span = min(span, flags.left + q_length)
-        row_blocks = -(-rows // (tile.sets * tile.rows)) or 1
-        num_splits = min(WORKGROUPS // (k_cache.shape[1] * row_blocks), -(-span // SMALLEST_SHARE))
-    return decode_with(device, tile, num_splits, q, k_cache, v_cache, lengths, block_table, sink, flags)
+def _splits(args: Any, q_length: int, rows: int, tile: DecodeTile) -> int:
+    span = capacity_of(args)
+    if args.flags.left >= 0:
+        span = min(span, args.flags.left + q_length)
+    row_blocks = -(-rows // (tile.sets * tile.rows)) or 1
+    return min(WORKGROUPS // (args.k_cache.shape[1] * row_blocks), -(-span // SMALLEST_SPLIT))
 
 
-def decode_with(
-    device: Device, tile: Tile, num_splits: int, q: Region, k_cache: Region, v_cache: Region, lengths: Region,
-    block_table: Region | None, sink: Region | None, flags: Flags,
-) -> tuple[Region, Region]:  # fmt: skip
+def decode_with(device: Device, tile: DecodeTile, num_splits: int, args: Any) -> tuple[Region, Region]:
     """`attention_decode` with this tile and this many splits, or one per step of a workgroup if there are fewer."""
-    out = scores.empty_rows(device, *_result(q, v_cache.shape[3]))
-    lse = device.empty(q.shape[:3], torch.float32)
+    shape, strides = scores.like_heads(args.q, args.v_cache.shape[3])
+    out = scores.empty_rows(device, shape, args.q.dtype, strides)
+    lse = device.empty(args.q.shape[:3], torch.float32)
     if lse.numel == 0:
         return out.result, lse
-    q, k, v = (scores.aligned(device, x) for x in (q, k_cache, v_cache))
-    capacity = capacity_of(k, block_table)
+    q, k, v = (scores.aligned(device, x) for x in (args.q, args.k_cache, args.v_cache))
+    capacity = capacity_of(args)
     splits = max(1, min(num_splits, -(-capacity // (tile.slots * tile.keys))))
-    call = _Call(tile, splits, capacity, _fours(q.shape[3]), _fours(v.shape[3]), flags)
-    for piece in _pieces(device, call, q, k, v, lengths, block_table, sink, out.written, lse):
+    call = _Call(tile, splits, capacity, _fours(q.shape[3]), _fours(v.shape[3]), args.flags)
+    whole = _Piece(q, k, v, args.lengths, args.kv_starts, args.block_table, args.sink, out.written, lse, [])
+    for piece in _pieces(device, call, whole):
         _run(device, call, piece)
     return scores.finish(device, out), lse
 
 
 class _Call(NamedTuple):
-    tile: Tile
+    tile: DecodeTile
     splits: int
     capacity: int
     d4: int  # vectors of four in a row
     dv4: int
-    flags: Flags
+    flags: Any  # `Flags`
 
 
 class _Piece(NamedTuple):
-    """The batch entries and key heads that are worked on at once; ``ranges`` of keys, or pages, that are bound together."""
+    """The batch entries and key heads that are worked on at once."""
 
     q: Region
     k: Region
     v: Region
     lengths: Region
+    starts: Region | None
     table: Region | None
     sink: Region | None
     out: Region
     lse: Region
-    ranges: list[tuple[int, int]]
+    ranges: list[tuple[int, int]]  # of keys, or pages, that are bound together
+
+    @property
+    def split_dim(self) -> int:
+        """The dim of k and v that is bound in ranges: keys, or pages."""
+        return 2 if self.table is None else 0
 
 
-def _pieces(
-    device: Device, call: _Call, q: Region, k: Region, v: Region, lengths: Region, table: Region | None,
-    sink: Region | None, out: Region, lse: Region,
-) -> Iterator[_Piece]:  # fmt: skip
-    """All of it, unless a tensor is larger than a kernel may bind: then one key head of one sequence after the other."""
+def _pieces(device: Device, call: _Call, whole: _Piece) -> Iterator[_Piece]:
+    """The whole call; or each key head of each sequence, if a tensor is larger than a kernel may bind."""
+    q, k, v, lengths, starts, table, sink, out, lse, _ = whole
     most = device.capabilities.binding_bytes
-    split_dim = 2 if table is None else 0
-    parts = lse.numel * call.splits * call.dv4 * 16
-    if parts <= most and all(x.storage.size <= most for x in (q, k, v, out, lse)):
-        yield _Piece(q, k, v, lengths, table, sink, out, lse, [(0, k.shape[split_dim])])
+    partials = lse.numel * call.splits * call.dv4 * 16
+    if partials <= most and all(x.storage.size <= most for x in (q, k, v, out, lse)):
+        yield whole._replace(ranges=[(0, k.shape[whole.split_dim])])
         return
     group = q.shape[1] // k.shape[1]
     for b in range(q.shape[0]):
+        of_batch = (None if x is None else x.narrow(0, b, 1) for x in (lengths, starts, table))
+        one_lengths, one_starts, one_table = of_batch
         for h in range(k.shape[1]):
-            of_head = [x.narrow(0, b, 1).narrow(1, h * group, group) for x in (q, out, lse)]
-            k_part, v_part = (x.narrow(1, h, 1) if table else x.narrow(0, b, 1).narrow(1, h, 1) for x in (k, v))
+            one_q, one_out, one_lse = (x.narrow(0, b, 1).narrow(1, h * group, group) for x in (q, out, lse))
+            one_k, one_v = (x.narrow(1, h, 1) if table else x.narrow(0, b, 1).narrow(1, h, 1) for x in (k, v))
+            one_sink = None if sink is None else sink.narrow(0, h * group, group)
+            assert one_lengths is not None
             yield _Piece(
-                of_head[0], k_part, v_part, lengths.narrow(0, b, 1), table.narrow(0, b, 1) if table else None,
-                sink.narrow(0, h * group, group) if sink else None, of_head[1], of_head[2],
-                _ranges(k_part, v_part, split_dim, most),
+                one_q, one_k, one_v, one_lengths, one_starts, one_table, one_sink, one_out, one_lse,
+                _ranges(one_k, one_v, whole.split_dim, most),
             )  # fmt: skip
 
 
 def _ranges(k: Region, v: Region, dim: int, most: int) -> list[tuple[int, int]]:
-    """``(first, past)`` along a dim: as few as a kernel may bind one after the other."""
+    """``(first, past)`` along a dim: as few ranges as possible that a kernel may bind."""
     count = size = k.shape[dim]
     for x in (k, v):
         if x.storage.size > most:
@@ -151,7 +144,7 @@ def _ranges(k: Region, v: Region, dim: int, most: int) -> list[tuple[int, int]]:
 
 def _run(device: Device, call: _Call, piece: _Piece) -> None:
     tile, flags = call.tile, call.flags
-    q, k, v, table = piece.q, piece.k, piece.v, piece.table
+    q, k, v, table, starts = piece.q, piece.k, piece.v, piece.table, piece.starts
     batch, heads, q_length, _ = q.shape
     key_heads = k.shape[1]
     rows = heads // key_heads * q_length
@@ -159,37 +152,38 @@ def _run(device: Device, call: _Call, piece: _Piece) -> None:
     splits = -(-call.splits // len(piece.ranges))
     slots = splits * len(piece.ranges)
     results = batch * heads * q_length
-    parts = device.empty((results * slots * call.dv4 * 4,), torch.float32)
-    part_lses = device.empty((results * slots,), torch.float32)
-    left = flags.left if flags.left < call.capacity - 1 else -1  # a window that reaches over the whole cache is none
-    kernel = device.kernel("decode", **_variant(
-        tile, call.d4, call.dv4, DTYPES[q.dtype], DTYPES[piece.lengths.dtype],
-        # A cache without a single slot has no pages to look up.
-        0 if table is None else max(1, k.shape[2]), len(piece.ranges) > 1, q_length > 1, left >= 0, flags.softcap > 0,
-        device.capabilities.subgroup_size > 0,
-    ))  # fmt: skip
+    partials = device.empty((results * slots * call.dv4 * 4,), torch.float32)
+    partial_lses = device.empty((results * slots,), torch.float32)
+    left = flags.left if flags.left < call.capacity - 1 else -1  # a window as long as the cache has no effect
+    # A cache with pages of no keys: the kernel needs a page size, though nothing is looked up.
+    page = 0 if table is None else max(1, k.shape[2])
+    kernel = device.kernel(
+        "decode", dtype=DTYPES[q.dtype], lengths=DTYPES[piece.lengths.dtype],
+        starts="" if starts is None else DTYPES[starts.dtype], page=page,
+        ranged=len(piece.ranges) > 1 and page > 0, several=q_length > 1, left=left >= 0, cap=flags.softcap > 0,
+        d4=call.d4, dv4=call.dv4, **tile._asdict(), subgroups=device.capabilities.subgroup_size > 0,
+        at_once=_at_once(tile),
+    )  # fmt: skip
     count = row_blocks * splits * key_heads * batch
     strides = (
-        piece.lengths.strides[0], *((0, 0) if table is None else table.strides), *scores.vectors(q), *scores.vectors(k),
-        *scores.vectors(v),
+        piece.lengths.strides[0], 0 if starts is None else starts.strides[0],
+        *((0, 0) if table is None else table.strides), *scores.vectors(q), *scores.vectors(k), *scores.vectors(v),
     )  # fmt: skip
-    tables = {} if table is None else {"table": table}
+    optional = {name: x for name, x in (("starts", starts), ("table", table)) if x is not None}
     for i, (first, past) in enumerate(piece.ranges):
         parameters = (
             count, key_heads, heads // key_heads, q_length, row_blocks, splits, slots, i * splits,
             call.capacity, left, first, past, k.shape[0], *strides, flags.scale, flags.softcap or 1.0,
         )  # fmt: skip
-        bound = [
-            x if len(piece.ranges) == 1 else x.narrow(2 if table is None else 0, first, past - first) for x in (k, v)
-        ]
+        bound = [x if len(piece.ranges) == 1 else x.narrow(piece.split_dim, first, past - first) for x in (k, v)]
         device.run(
-            kernel, count, parameters, q=q, k=bound[0], v=bound[1], lengths=piece.lengths, **tables, parts=parts,
-            part_lses=part_lses,
+            kernel, count, parameters, q=q, k=bound[0], v=bound[1], lengths=piece.lengths, **optional,
+            partials=partials, partial_lses=partial_lses,
         )  # fmt: skip
-    _merge(device, call, piece, parts, part_lses, slots)
+    _merge(device, call, piece, partials, partial_lses, slots)
 
 
-def _merge(device: Device, call: _Call, piece: _Piece, parts: Region, part_lses: Region, slots: int) -> None:
+def _merge(device: Device, call: _Call, piece: _Piece, partials: Region, partial_lses: Region, slots: int) -> None:
     sink, out = piece.sink, piece.out
     columns = min(_MERGE_THREADS, _power_of_two(call.dv4))
     kernel = device.kernel(
@@ -198,29 +192,16 @@ def _merge(device: Device, call: _Call, piece: _Piece, parts: Region, part_lses:
     )  # fmt: skip
     count = piece.lse.numel
     parameters = (count, *out.shape[1:3], slots, 0 if sink is None else sink.strides[0], *scores.vectors(out))
-    sinks = {} if sink is None else {"sink": sink}
-    device.run(kernel, count, parameters, parts=parts, part_lses=part_lses, **sinks, out=out, lse=piece.lse)
-
-
-@functools.lru_cache(maxsize=1024)
-def _variant(
-    tile: Tile, d4: int, dv4: int, dtype: str, lengths: str, page: int, ranged: bool, several: bool, left: bool,
-    cap: bool, subgroups: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """The template variables of ``wgsl/decode.wgsl``."""
-    return {
-        "dtype": dtype, "lengths": lengths, "page": page, "ranged": ranged and page > 0, "several": several,
-        "left": left, "cap": cap, "d4": d4, "dv4": dv4, **tile._asdict(), "subgroups": subgroups,
-        "at_once": _at_once(tile),
-    }  # fmt: skip
+    bound = {"partials": partials, "partial_lses": partial_lses, "out": out, "lse": piece.lse}
+    device.run(kernel, count, parameters, **bound, **({} if sink is None else {"sink": sink}))
 
 
 @functools.lru_cache(maxsize=256)
-def tile_of(subgroup_size: int, d4: int, dv4: int, rows: int) -> Tile:
+def tile_of(subgroup_size: int, d4: int, dv4: int, rows: int) -> DecodeTile:
     """A layout for rows of ``d4`` and ``dv4`` vectors, and ``rows`` query rows of a key head.
 
-    Two vectors of a row per thread: enough bytes on their way from memory, and few enough registers that several workgroups
-    fit. Without subgroups (size 0) teams are small, for what they exchange goes through workgroup memory.
+    Two vectors of a row per thread: enough loads in flight, and few enough registers that several workgroups fit. Without
+    subgroups (size 0) teams are small, because they exchange numbers through workgroup memory.
     """
     widest = max(d4, dv4)
     lanes = min(_power_of_two(-(-widest // 2)), min(subgroup_size, 32) or 8)
@@ -229,13 +210,13 @@ def tile_of(subgroup_size: int, d4: int, dv4: int, rows: int) -> Tile:
     sets = min(-(-max(rows, 1) // most_rows), _MOST_SETS)
     own_rows = min(most_rows, -(-max(rows, 1) // sets))
     slots = max(1, _THREADS // (lanes * sets))
-    tile = Tile(lanes, slots, sets, own_rows, 4 if columns <= 2 else 2 if columns <= 4 else 1)
+    tile = DecodeTile(lanes, slots, sets, own_rows, 4 if columns <= 2 else 2 if columns <= 4 else 1)
     while tile.keys > 1 and _memory(tile, subgroup_size > 0) > FLOOR_WORKGROUP_MEMORY:
         tile = tile._replace(keys=tile.keys // 2)
     return tile
 
 
-def _memory(tile: Tile, subgroups: bool) -> int:
+def _memory(tile: DecodeTile, subgroups: bool) -> int:
     """Bytes of workgroup memory that ``wgsl/decode.wgsl`` takes."""
     teams = tile.slots * tile.sets
     floats = 1 + 2 * teams * tile.rows + 2 * tile.sets * tile.rows + 4 * teams * tile.lanes * _at_once(tile)
@@ -244,18 +225,15 @@ def _memory(tile: Tile, subgroups: bool) -> int:
     return 4 * floats
 
 
-def _at_once(tile: Tile) -> int:
+def _at_once(tile: DecodeTile) -> int:
     """Vectors of a thread that teams exchange at once."""
     return max(1, _EXCHANGE_BYTES // (16 * tile.lanes * tile.slots * tile.sets))
 
 
-def capacity_of(k_cache: Region, block_table: Region | None) -> int:
-    return k_cache.shape[2] * (1 if block_table is None else block_table.shape[1])
-
-
-def _result(q: Region, last: int) -> tuple[tuple[int, ...], torch.dtype, tuple[int, ...] | None]:
-    shape, strides = scores.like_heads(q, last)
-    return shape, q.dtype, strides
+def capacity_of(args: Any) -> int:
+    """Keys that a sequence may have."""
+    pages: int = 1 if args.block_table is None else args.block_table.shape[1]
+    return int(args.k_cache.shape[2]) * pages
 
 
 def _fours(size: int) -> int:

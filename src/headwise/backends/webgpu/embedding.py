@@ -1,15 +1,16 @@
 """Embedding on WebGPU: a gather, and a sum over sorted ids in a fixed order (``wgsl/embedding*.wgsl``).
 
-Where not all ids, or four columns of their gradients, can be bound at once, parts of them are summed one after the other."""
+If all ids, or four columns of their gradients, are more than a kernel may bind, they are summed in parts."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from headwise.backends.webgpu import copies, rows
-from headwise.backends.webgpu.array import launcher
-from headwise.backends.webgpu.runtime import Device, Kernel
-from headwise.backends.webgpu.shaders import DTYPES
+from headwise.backends.webgpu.device import Device
+from headwise.backends.webgpu.shaders import DTYPES, Kernel
 from headwise.backends.webgpu.storage import Region
 
 CHUNK = 32  # sorted ids that are summed one after the other
@@ -18,8 +19,8 @@ _SORTERS = 128  # threads of a workgroup
 _NAN = {torch.float32: 0x7FC00000, torch.float16: 0x7E007E00, torch.bfloat16: 0x7FC07FC0}  # words
 
 
-@launcher
-def embedding_forward(device: Device, ids: Region, weight: Region) -> Region:
+def embedding_forward(device: Device, args: Any) -> Region:
+    ids, weight = args.ids, args.weight
     classes, width = weight.shape
     y = device.empty((*ids.shape, width), weight.dtype)
     count = ids.numel
@@ -28,7 +29,7 @@ def embedding_forward(device: Device, ids: Region, weight: Region) -> Region:
     if classes == 0:
         return copies.full(device, y.shape, float("nan"), weight.dtype)
     table = weight if weight.strides[1] == 1 or width == 1 else copies.copied(device, weight)
-    flat_ids = copies.contiguous(device, ids).with_shape((count,))
+    flat_ids = copies.contiguous(device, ids).flat()
     flat = y.with_shape((count, width))
     words = _words_per_item(table)
     unit = 4 * words // table.itemsize or 1  # elements that the kernel counts as one
@@ -39,7 +40,7 @@ def embedding_forward(device: Device, ids: Region, weight: Region) -> Region:
         elements = places * width // unit
         items = elements if words else -(-elements // 2)
         if words:
-            target = _as_words(target)
+            target = target.as_words()
         for first, here in table_pieces:
             piece = rows.part(table, first, here)
             parameters = (
@@ -48,7 +49,7 @@ def embedding_forward(device: Device, ids: Region, weight: Region) -> Region:
             )  # fmt: skip
             device.run(
                 kernel, -(-items // 256), parameters, ids=rows.part(flat_ids, place, places),
-                weight=_as_words(piece) if words else piece, y=target,
+                weight=piece.as_words() if words else piece, y=target,
             )  # fmt: skip
     return y
 
@@ -62,15 +63,8 @@ def _words_per_item(table: Region) -> int:
     return 0
 
 
-def _as_words(x: Region) -> Region:
-    """The memory of x ``(rows, columns)``, counted in words."""
-    per_word = 4 // x.itemsize
-    shape, strides = (x.shape[0], x.shape[1] // per_word), (x.strides[0] // per_word, 1)
-    return Region(x.storage, torch.int32, shape, strides, x.offset // per_word)
-
-
-@launcher
-def embedding_backward(device: Device, grad: Region, ids: Region, num_embeddings: int, padding: int) -> Region:
+def embedding_backward(device: Device, args: Any) -> Region:
+    grad, ids, num_embeddings, padding = args
     width = grad.shape[-1]
     padded = -(-width // 4) * 4
     count = ids.numel
@@ -79,7 +73,7 @@ def embedding_backward(device: Device, grad: Region, ids: Region, num_embeddings
     g = rows.as_rows(device, grad)
     if not rows.are_aligned(g):
         g = copies.copied(device, g, padded)
-    flat_ids = copies.contiguous(device, ids).with_shape((count,))
+    flat_ids = copies.contiguous(device, ids).flat()
     at_once = (device.capabilities.binding_bytes - 512) // max(ids.itemsize, 4 * g.itemsize)
     if count <= at_once:
         dweight = _gradient(device, flat_ids, g, num_embeddings, padding, g.dtype)
@@ -88,7 +82,7 @@ def embedding_backward(device: Device, grad: Region, ids: Region, num_embeddings
     if padded == width:
         return dweight
     result = device.empty((num_embeddings, width), grad.dtype)
-    copies.copy_into(device, dweight, result)
+    copies.copy_into(device, dweight.narrow(1, 0, width), result)
     return result
 
 
@@ -96,7 +90,7 @@ def _gradient(device: Device, ids: Region, g: Region, classes: int, padding: int
     count, padded = g.shape
     dweight = copies.full(device, (classes, padded), 0.0, dtype)
     keys, places = _sorted(device, ids, classes, padding)
-    # A kernel reads the gradient anywhere: where one binding does not hold it, bands of columns are copied.
+    # A kernel reads any row of the gradient. If that is larger than a binding, bands of columns are copied.
     size = count * padded * g.itemsize
     room = device.capabilities.binding_bytes - 512
     band = padded if g.storage.size <= room + 512 else max(4, padded // -(-size // room) // 4 * 4)
@@ -110,7 +104,7 @@ def _gradient(device: Device, ids: Region, g: Region, classes: int, padding: int
 
 
 def _gradient_in_parts(device: Device, ids: Region, g: Region, classes: int, padding: int, at_once: int) -> Region:
-    """`_gradient` of so many ids after the other; sums of 16 bits are rounded once, in the end."""
+    """`_gradient` in parts of ``at_once`` ids; 16-bit results are rounded once, at the end."""
     total = None
     for first in range(0, g.shape[0], at_once):
         here = min(at_once, g.shape[0] - first)
@@ -125,9 +119,9 @@ def _gradient_in_parts(device: Device, ids: Region, g: Region, classes: int, pad
 
 
 def _sorted(device: Device, ids: Region, classes: int, padding: int) -> tuple[Region, Region]:
-    """Ids in order, and the place of each; equal ones keep their order. Ids that get no gradient become ``classes``."""
+    """Sorted ids, and the place of each; the sort is stable. Ids that get no gradient become ``classes``."""
     count = ids.shape[0]
-    # More digits at once are fewer passes, and need more workgroup memory.
+    # More bits per pass mean fewer passes and more workgroup memory.
     bits = 6 if device.capabilities.workgroup_memory >= 4 * 64 * (_SORTERS + 1) else 4
     tiles = -(-count // (_SORTERS * RUN))
     counts = device.empty((2**bits * tiles,), torch.int32)
@@ -153,7 +147,7 @@ def _sum(device: Device, keys: Region, places: Region, g: Region, dweight: Regio
     vectors = g.shape[1] // 4
     chunks = -(-count // CHUNK)
     lanes = min(256, max(8, 1 << (vectors - 1).bit_length()))
-    parts = device.empty((chunks, 2, 4 * vectors), torch.float32)
+    partials = device.empty((chunks, 2, 4 * vectors), torch.float32)
     groups = -(-chunks // (256 // lanes)) * -(-vectors // lanes)
     for first, here in rows.pieces(device, dweight):
         piece = rows.part(dweight, first, here)
@@ -163,8 +157,8 @@ def _sum(device: Device, keys: Region, places: Region, g: Region, dweight: Regio
         variant = {"dtype": DTYPES[g.dtype], "to": DTYPES[dweight.dtype], "chunk": CHUNK, "lanes": lanes}
         device.run(
             device.kernel("embedding_sum", step="chunks", **variant), groups, parameters, keys=keys, places=places, g=g,
-            dweight=piece, parts=parts,
+            dweight=piece, partials=partials,
         )  # fmt: skip
         if chunks > 1:
             join = device.kernel("embedding_sum", step="join", **variant)
-            device.run(join, groups, parameters, keys=keys, dweight=piece, parts=parts)
+            device.run(join, groups, parameters, keys=keys, dweight=piece, partials=partials)

@@ -1,18 +1,18 @@
 """Merging of partial attention results on WebGPU.
 
-A kernel binds eight tensors, so three parts are merged at once. More of them are merged by threes first, into float32;
-merging is associative. The backward works out the merged result again in float32, then goes from part to part.
+A kernel binds eight tensors, so it merges up to three parts. More parts are first merged in threes, into float32; merging is
+associative. The backward recomputes the merged result in float32, then runs once per part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from headwise.backends.webgpu import scores
-from headwise.backends.webgpu.array import launcher
-from headwise.backends.webgpu.runtime import Device
+from headwise.backends.webgpu import copies, scores
+from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region
 
@@ -20,25 +20,22 @@ _PARTS = 3
 _BACKWARD_ROWS = 8  # of a workgroup
 
 
-@launcher
-def merge_attention(device: Device, outs: list[Region], lses: list[Region]) -> tuple[Region, Region]:
+def merge_attention(device: Device, args: Any) -> tuple[Region, Region]:
+    outs, lses = args.outs, args.lses
     rows = scores.empty_rows(device, outs[0].shape, outs[0].dtype)
     lse = device.empty(lses[0].shape, torch.float32)
     if lse.numel:
-        outs = [_four_dims(scores.aligned(device, x)) for x in outs]
-        _merge(device, outs, [_three_dims(x) for x in lses], _four_dims(rows.written), _three_dims(lse))
+        outs = [scores.aligned(device, x).with_leading(4) for x in outs]
+        _merge(device, outs, [x.with_leading(3) for x in lses], rows.written.with_leading(4), lse.with_leading(3))
     return scores.finish(device, rows), lse
 
 
-@launcher
-def merge_attention_backward(
-    device: Device, grad_out: Region, grad_lse: Region, outs: list[Region], lses: list[Region], out: Region, lse: Region
-) -> list[Region]:
-    d_outs = [scores.empty_rows(device, x.shape, x.dtype) for x in outs]
-    d_lses = [device.empty(x.shape, torch.float32) for x in lses]
-    if lse.numel:
-        _backward(device, grad_out, grad_lse, outs, lses, [rows.written for rows in d_outs], d_lses)
-    return [scores.finish(device, rows) for rows in d_outs] + d_lses
+def merge_attention_backward(device: Device, args: Any) -> tuple[Region, ...]:
+    d_outs = [scores.empty_rows(device, x.shape, x.dtype) for x in args.outs]
+    d_lses = [device.empty(x.shape, torch.float32) for x in args.lses]
+    if args.lse.numel:
+        _backward(device, args, [rows.written for rows in d_outs], d_lses)
+    return *(scores.finish(device, rows) for rows in d_outs), *d_lses
 
 
 def _merge(
@@ -53,7 +50,7 @@ def _merge(
         shape = (*outs[0].shape[:-1], -(-outs[0].shape[-1] // 4) * 4)
         out, lse = device.empty(shape, torch.float32), device.empty(shape[:-1], torch.float32)
     kernel = device.kernel("merge", dtype=DTYPES[outs[0].dtype], to=DTYPES[out.dtype], parts=len(outs))
-    for to, to_lse, *parts in _pieces(device, out, lse, *outs, *lses):
+    for to, to_lse, *parts in copies.pieces(device, out, lse, *outs, *lses, dims=3):
         columns = to.shape[-1] // 4
         count = to_lse.numel * columns
         strides, regions = [], {}
@@ -67,20 +64,16 @@ def _merge(
     return out, lse
 
 
-def _backward(
-    device: Device, grad_out: Region, grad_lse: Region, outs: Sequence[Region], lses: Sequence[Region],
-    d_outs: Sequence[Region], d_lses: Sequence[Region],
-) -> None:  # fmt: skip
-    outs, (grad,) = ([_four_dims(scores.aligned(device, x)) for x in xs] for xs in (outs, [grad_out]))
-    lses = [_three_dims(x) for x in lses]
+def _backward(device: Device, args: Any, d_outs: Sequence[Region], d_lses: Sequence[Region]) -> None:
+    outs, (grad,) = ([scores.aligned(device, x).with_leading(4) for x in xs] for xs in (args.outs, [args.grad_out]))
+    lses = [x.with_leading(3) for x in args.lses]
     merged, merged_lse = _merge(device, outs, lses)
     kernel = device.kernel("merge_backward", dtype=DTYPES[grad.dtype])
+    names = ("part_out", "part_lse", "grad", "grad_lse", "out", "lse", "d_out", "d_lse")
     for out, lse, d_out, d_lse in zip(outs, lses, d_outs, d_lses, strict=True):
-        names = ("part_out", "part_lse", "grad", "grad_lse", "out", "lse", "d_out", "d_lse")
-        regions = (
-            out, lse, grad, _three_dims(grad_lse), merged, merged_lse, _four_dims(d_out), _three_dims(d_lse),
-        )  # fmt: skip
-        for piece in _pieces(device, *regions):
+        results = (d_out.with_leading(4), d_lse.with_leading(3))
+        regions = (out, lse, grad, args.grad_lse.with_leading(3), merged, merged_lse, *results)
+        for piece in copies.pieces(device, *regions, dims=3):
             part, part_lse, g, g_lse = piece[:4]
             rows = part_lse.numel
             parameters = (
@@ -88,36 +81,3 @@ def _backward(
                 *scores.vectors(g), *g_lse.strides,
             )  # fmt: skip
             device.run(kernel, -(-rows // _BACKWARD_ROWS), parameters, **dict(zip(names, piece, strict=True)))
-
-
-def _pieces(device: Device, *regions: Region) -> Iterator[tuple[Region, ...]]:
-    """The regions, all of the same first three dims; in halves, and halves of those, where one is too large to bind.
-
-    Halves of the outermost dim that has some: a contiguous tensor's stay contiguous.
-    """
-    most = device.capabilities.binding_bytes
-    if all(x.storage.size <= most or _span_bytes(x) <= most - 512 for x in regions):
-        yield regions
-        return
-    dim = next((d for d, size in enumerate(regions[0].shape[:3]) if size > 1), None)
-    if dim is None:
-        yield regions  # one row, and still too large: the device says so
-        return
-    half, size = regions[0].shape[dim] // 2, regions[0].shape[dim]
-    yield from _pieces(device, *(x.narrow(dim, 0, half) for x in regions))
-    yield from _pieces(device, *(x.narrow(dim, half, size - half) for x in regions))
-
-
-def _span_bytes(x: Region) -> int:
-    low, high = x.span()
-    return (high - low) * x.itemsize
-
-
-def _four_dims(x: Region) -> Region:
-    missing = 4 - len(x.shape)
-    return x if missing == 0 else x.with_shape((1,) * missing + x.shape, (0,) * missing + x.strides)
-
-
-def _three_dims(x: Region) -> Region:
-    missing = 3 - len(x.shape)
-    return x if missing == 0 else x.with_shape((1,) * missing + x.shape, (0,) * missing + x.strides)

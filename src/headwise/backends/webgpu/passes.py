@@ -1,51 +1,52 @@
-"""Recording into a compute pass, the cheap way where there is one.
+"""Dispatching in a compute pass, by direct calls of wgpu-native where possible.
 
-wgpu's methods ask for an error after every call, which costs more than the call; but what is wrong with a pass is told
-when its command buffer is finished, and that is asked for. So a dispatch goes straight to wgpu-native, if this wgpu has it
-in the shape known here, and by wgpu's own methods otherwise.
+wgpu's own methods check for an error after every call, which costs more than the call. Errors in a pass are also reported
+when its command buffer is finished, and checked then. So dispatches call wgpu-native directly if this wgpu has the functions
+known here (seen in wgpu 0.19 to 0.32), and wgpu's methods otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-# pipeline (None: as before), bind group, workgroups
-Record = Callable[[Any, Any, tuple[int, ...]], None]
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 
-def recorder(compute_pass: Any) -> Record:
-    """What records dispatches into this pass."""
-    library = _library(compute_pass)
+class Encoding(NamedTuple):
+    """How to dispatch. Passes, pipelines and bind groups are given as their handles."""
+
+    handle: Callable[[Any], Any]  # of a pass, a pipeline or a bind group
+    set_pipeline: Callable[[Any, Any], None]  # pass, pipeline
+    set_bind_group: Callable[[Any, int, Any, int, Any], None]  # pass, 0, bind group, 0, no_offsets
+    dispatch: Callable[[Any, int, int, int], None]  # pass, workgroups
+    no_offsets: Any
+
+
+def encoding(gpu: Any) -> Encoding:
+    """For the passes of this device."""
+    library = _library(gpu)
     if library is None:
-        return _through_methods(compute_pass)
-    set_pipeline = library.wgpuComputePassEncoderSetPipeline
-    set_bind_group = library.wgpuComputePassEncoderSetBindGroup
-    dispatch = library.wgpuComputePassEncoderDispatchWorkgroups
-    handle, no_offsets = compute_pass._internal, _nothing()
+        return Encoding(
+            handle=lambda x: x,
+            set_pipeline=lambda compute_pass, pipeline: compute_pass.set_pipeline(pipeline),
+            set_bind_group=lambda compute_pass, index, group, _, __: compute_pass.set_bind_group(index, group),
+            dispatch=lambda compute_pass, *groups: compute_pass.dispatch_workgroups(*groups),
+            no_offsets=None,
+        )
+    from wgpu.backends.wgpu_native import ffi
 
-    def record(pipeline: Any, group: Any, groups: tuple[int, ...]) -> None:
-        if pipeline is not None:
-            set_pipeline(handle, pipeline._internal)
-        set_bind_group(handle, 0, group._internal, 0, no_offsets)
-        dispatch(handle, *groups)
-
-    return record
-
-
-def _through_methods(compute_pass: Any) -> Record:
-    def record(pipeline: Any, group: Any, groups: tuple[int, ...]) -> None:
-        if pipeline is not None:
-            compute_pass.set_pipeline(pipeline)
-        compute_pass.set_bind_group(0, group)
-        compute_pass.dispatch_workgroups(*groups)
-
-    return record
+    return Encoding(
+        handle=attrgetter("_internal"),
+        set_pipeline=library.wgpuComputePassEncoderSetPipeline,
+        set_bind_group=library.wgpuComputePassEncoderSetBindGroup,
+        dispatch=library.wgpuComputePassEncoderDispatchWorkgroups,
+        no_offsets=ffi.NULL,
+    )
 
 
-def _library(compute_pass: Any) -> Any:
-    """wgpu-native as wgpu has loaded it; None where the pass is not its own, or wgpu is built another way."""
-    if not hasattr(compute_pass, "_internal"):
+def _library(gpu: Any) -> Any:
+    """wgpu-native as loaded by wgpu; None if the device is another library's, or wgpu is built differently."""
+    if not hasattr(gpu, "_internal"):
         return None
     try:
         from wgpu.backends.wgpu_native import lib
@@ -53,9 +54,3 @@ def _library(compute_pass: Any) -> Any:
         return None
     needed = ("SetPipeline", "SetBindGroup", "DispatchWorkgroups")
     return lib if all(hasattr(lib, f"wgpuComputePassEncoder{name}") for name in needed) else None
-
-
-def _nothing() -> Any:
-    from wgpu.backends.wgpu_native import ffi
-
-    return ffi.NULL

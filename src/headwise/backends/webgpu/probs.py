@@ -1,78 +1,66 @@
 """Attention probabilities on WebGPU, forward and backward.
 
-One stage walks over the keys and leaves a record per row, what its probabilities are made of; the next writes them, tile
-by tile. The backward writes the gradients of the scores instead, which are as large as the result was, and plain matmuls
-make dq and dk of them.
+The first stage walks over the keys and writes a record of each row with its softmax statistics; the second writes the
+probabilities, tile by tile. The backward writes the gradients of the scores instead, and computes dq and dk from them by
+plain matmuls.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from headwise.backends.webgpu import copies, scores
-from headwise.backends.webgpu.array import launcher
-from headwise.backends.webgpu.runtime import Device
+from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region
 
-if TYPE_CHECKING:
-    from headwise.ops.attention._arguments import Flags
-
 _RECORD = 8  # words
 _KEYS = 64  # of a tile
-_MOST_CHUNKS = 64  # that a sum is divided into, where there are fewer elements than this many workgroups:
-_WORKGROUPS = 1024
+_WORKGROUPS = 1024  # a sum with fewer elements than this is divided into chunks
+_MOST_CHUNKS = 64
 
 
-@launcher
-def attention_probs(
-    device: Device, q: Region, k: Region, rows: Region | None, mask: Region | None, bias: Region | None,
-    kv_lengths: Region | None, sink: Region | None, flags: Flags,
-) -> Region:  # fmt: skip
-    shape = _shape(q, k, rows)
-    if q.shape[2] == 0:
-        return copies.full(device, shape, math.nan, q.dtype)  # no row exists, so none of those named
-    probs = device.empty(shape, q.dtype)
+def attention_probs(device: Device, args: Any) -> Region:
+    shape = _shape(args)
+    if args.q.shape[2] == 0:
+        return copies.full(device, shape, math.nan, args.q.dtype)  # every row that is named is out of range
+    probs = device.empty(shape, args.q.dtype)
     if probs.numel == 0:
         return probs
-    problem = _problem(device, q, k, rows, mask, bias, kv_lengths, sink, None, flags)
-    columns = shape[3] if q.itemsize == 4 else shape[3] + shape[3] % 2  # two of 16 bits are written as one word
-    written = probs if columns == shape[3] else device.empty((*shape[:3], columns), q.dtype)
+    problem = _problem(device, args, None)
+    columns = shape[3] if probs.itemsize == 4 else shape[3] + shape[3] % 2  # 16-bit results are written in pairs
+    written = probs if columns == shape[3] else device.empty((*shape[:3], columns), probs.dtype)
     stats = device.empty((*shape[:3], _RECORD), torch.int32)
     for part in _parts(device, problem, stats, written):
         _records(device, problem, part, stats)
         _write(device, problem, part, stats, part.of(written), None)
     if written is not probs:
-        copies.copy_into(device, written, probs)
+        copies.copy_into(device, written.narrow(3, 0, shape[3]), probs)
     return probs
 
 
-@launcher
-def attention_probs_backward(
-    device: Device, grad: Region, probs: Region, q: Region, k: Region, rows: Region | None, mask: Region | None,
-    bias: Region | None, kv_lengths: Region | None, sink: Region | None, flags: Flags, need_bias_grad: bool,
-    need_sink_grad: bool,
-) -> tuple[Region, Region, Region, Region]:  # fmt: skip
-    wanted_bias = bias if need_bias_grad else None
-    wanted_sink = sink if need_sink_grad else None
-    shape = _shape(q, k, rows)
+def attention_probs_backward(device: Device, args: Any) -> tuple[Region | None, ...]:
+    forward, shape = args.forward, _shape(args.forward)
+    q, k, rows = forward.q, forward.k, forward.rows
+    bias = forward.bias.with_leading(4) if args.need_bias and forward.bias is not None else None
+    sink = forward.sink if args.need_sink else None
     if q.shape[2] == 0 or 0 in shape:
-        return _trivial(device, q, k, wanted_bias, wanted_sink, shape)
-    problem = _problem(device, q, k, rows, mask, bias, kv_lengths, sink, grad, flags)
+        return _trivial(device, forward, bias, sink, shape)
+    problem = _problem(device, forward, args.grad)
     stats = device.empty((*shape[:3], _RECORD), torch.int32)
     columns = -(-shape[3] // 4) * 4
-    parts = list(_parts(device, problem, stats, None, columns * (8 if wanted_bias else q.itemsize)))
+    parts = list(_parts(device, problem, stats, None, columns * (8 if bias else q.itemsize)))
     dq = scores.empty_rows(device, q.shape, q.dtype)
     dk = scores.empty_rows(device, k.shape, k.dtype)
     d4 = problem.d4
-    # Rows that were named more than once meet in float32.
+    # A row may be named more than once: its gradients are summed in float32.
     dq_lines = dq.written if rows is None else device.empty((*shape[:3], 4 * d4), torch.float32)
-    dbias = None if wanted_bias is None else _Sum(device, wanted_bias, len(parts) > 1)
-    dsink = None if wanted_sink is None else _Sum(device, wanted_sink, len(parts) > 1)
+    dbias = None if bias is None else _Sum(device, bias, len(parts) > 1)
+    dsink = None if sink is None else _Sum(device, sink, len(parts) > 1)
     before: Region | None = None  # of dk, from other rows of the same key head
     for i, part in enumerate(parts):
         _records(device, problem, part, stats)
@@ -88,8 +76,8 @@ def attention_probs_backward(
             made = device.empty((part.batches, 1, k.shape[2], 4 * d4), torch.float32)
             _product(device, problem, part, dproducts, part.of(stats), before, made)
             before = made
-        if dbias is not None and wanted_bias is not None and dlogits is not None:
-            matched = rows is not None and wanted_bias.shape[2] > 1
+        if dbias is not None and dlogits is not None:
+            matched = rows is not None and dbias.y.shape[2] > 1
             to = part.of_scores(dbias.y, rows is not None)
             dbias.add(dlogits, shape[3], to, part.of(stats) if matched else None)
         if dsink is not None:
@@ -101,10 +89,10 @@ def attention_probs_backward(
             dsink.add(x, lines, to.with_shape((1, heads, 1, 1)), None)
     if rows is not None:
         _into_rows(device, dq_lines, stats, dq.written)
-    nothing = device.empty((0,), q.dtype)
     return (
-        scores.finish(device, dq), scores.finish(device, dk), nothing if dbias is None else dbias.result(),
-        nothing if dsink is None else dsink.result(),
+        scores.finish(device, dq), scores.finish(device, dk),
+        None if dbias is None else dbias.result().with_shape(forward.bias.shape),
+        None if dsink is None else dsink.result(),
     )  # fmt: skip
 
 
@@ -114,8 +102,11 @@ class _Problem(NamedTuple):
     rows: Region | None
     scores: scores.Scores
     grad: Region | None
-    group: int
-    micro: int  # rows of a thread: there are few where few rows are asked for
+    micro: int  # rows of a thread
+
+    @property
+    def group(self) -> int:
+        return self.scores.numbers.group
 
     @property
     def d4(self) -> int:
@@ -126,18 +117,14 @@ class _Problem(NamedTuple):
         return self.q.shape[2] if self.rows is None else self.rows.shape[0]
 
 
-def _problem(
-    device: Device, q: Region, k: Region, rows: Region | None, mask: Region | None, bias: Region | None,
-    kv_lengths: Region | None, sink: Region | None, grad: Region | None, flags: Flags,
-) -> _Problem:  # fmt: skip
-    q, k = scores.aligned(device, q), scores.aligned(device, k)
-    found = scores.of_call(device, q, k, mask, bias, kv_lengths, sink, flags)
-    count = q.shape[2] if rows is None else rows.shape[0]
-    return _Problem(q, k, rows, found, grad, q.shape[1] // k.shape[1], 4 if count > 16 else 1)
+def _problem(device: Device, args: Any, grad: Region | None) -> _Problem:
+    q, k = scores.aligned(device, args.q), scores.aligned(device, args.k)
+    found = _Problem(q, k, args.rows, scores.of_call(device, args, q, k), grad, 1)
+    return found._replace(micro=4) if found.lines > 16 else found
 
 
 class _Part(NamedTuple):
-    """The results that are worked on at once: all, or some lines of one head of one batch entry."""
+    """The results that one dispatch computes: all, or some lines of one head of one batch entry."""
 
     batch: int
     batches: int
@@ -163,11 +150,11 @@ class _Part(NamedTuple):
 
     def of_scores(self, x: Region, named: bool) -> Region:
         """Of a mask or bias, whose dims may be 1."""
-        starts = ((self.batch, self.batches), (self.head, self.heads), (self.line, self.lines))
-        for dim, (start, length) in enumerate(starts):
-            if x.shape[dim] > 1 and not (dim == 2 and named):
-                x = x.narrow(dim, start, length)
-        return x
+        x = x.narrow_broadcast(0, self.batch, self.batches).narrow_broadcast(1, self.head, self.heads)
+        return self.of_lines(x, named)
+
+    def of_lines(self, x: Region, named: bool) -> Region:
+        return x if named else x.narrow_broadcast(2, self.line, self.lines)
 
     def key_head(self, problem: _Problem) -> tuple[int, int]:
         return self.batch, self.head // problem.group
@@ -176,7 +163,7 @@ class _Part(NamedTuple):
 def _parts(
     device: Device, problem: _Problem, stats: Region, written: Region | None, line_bytes: int = 0
 ) -> Iterator[_Part]:
-    """All of it, unless a tensor is larger than a kernel may bind; ``line_bytes`` of each line are made on the way."""
+    """One part, unless a tensor is larger than a kernel may bind; each line takes ``line_bytes`` of temporary memory."""
     q, k = problem.q, problem.k
     batch, heads, count = q.shape[0], q.shape[1], problem.lines
     most = device.capabilities.binding_bytes
@@ -184,10 +171,10 @@ def _parts(
     if all(x.storage.size <= most for x in regions) and batch * heads * count * line_bytes <= most:
         yield _Part(0, batch, 0, heads, 0, count)
         return
-    # Everything that has lines, by what a line takes of it.
+    # All tensors with lines: the one with the longest decides.
     with_lines = [x for x in (written, problem.grad, stats) if x is not None]
     if problem.rows is None:
-        with_lines += [q, *(x for n, x in problem.scores.regions.items() if n != "aux")]
+        with_lines += [q, *problem.scores.pairs.values()]
     longest = max(line_bytes, *(x.strides[2] * x.itemsize for x in with_lines if x.shape[2] > 1), 4 * k.shape[2])
     length = max(1, (most - 512) // longest)
     for b in range(batch):
@@ -197,64 +184,60 @@ def _parts(
 
 
 def _records(device: Device, problem: _Problem, part: _Part, stats: Region) -> None:
-    rows, grad = problem.rows, problem.grad
+    rows, of_call = problem.rows, problem.scores
     kernel = device.kernel(
-        "probs", stage="stats", dtype=DTYPES[problem.q.dtype], variant=problem.scores.variant,
-        rows="" if rows is None else DTYPES[rows.dtype], grad=grad is not None, raw=False, micro=problem.micro,
+        "probs", stage="stats", dtype=DTYPES[problem.q.dtype], variant=of_call.variant,
+        rows="" if rows is None else DTYPES[rows.dtype], grad=problem.grad is not None, to=False, raw=False,
+        micro=problem.micro,
     )  # fmt: skip
-    regions = _inputs(problem, part, with_aux=True)
+    regions, parameters = _inputs(problem, part, of_call, 1, 0)
     if rows is not None:
         regions["rows"] = rows.narrow(0, part.line, part.lines)
-    parameters = _parameters(problem, part, regions, 1, 0)
     device.run(kernel, int(parameters[0]), parameters, **regions, stats=part.of(stats))
 
 
 def _write(device: Device, problem: _Problem, part: _Part, stats: Region, to: Region, raw: Region | None) -> None:
-    kernel = device.kernel(
-        "probs", stage="write", dtype=DTYPES[problem.q.dtype],
-        variant=problem.scores.variant._replace(lengths=False, sink=False),  # they are in the records
-        rows="" if problem.rows is None else "named", grad=problem.grad is not None, raw=raw is not None,
-        micro=problem.micro,
-    )  # fmt: skip
-    regions = _inputs(problem, part, with_aux=False)
+    written = {"to": to} if raw is None else {"to": to, "raw": raw}
+    # The records already account for lengths and sinks.
+    variant = problem.scores.variant._replace(lengths=False, sink=False)
+    of_call = problem.scores if variant.dropout else problem.scores._replace(aux=None)
     columns = to.shape[3]
-    parameters = _parameters(problem, part, regions, -(-columns // _KEYS), columns)
-    if raw is not None:
-        regions["raw"] = raw
-    device.run(kernel, int(parameters[0]), parameters, **regions, stats=part.of(stats), to=to)
+    regions, parameters = _inputs(problem, part, of_call, -(-columns // _KEYS), columns)
+    regions["stats"] = part.of(stats)
+    # One after the other, if mask, bias and seed take up the buffers that a kernel may bind.
+    together = [written] if len(regions) + len(written) <= 8 else [{name: x} for name, x in written.items()]
+    for results in together:
+        kernel = device.kernel(
+            "probs", stage="write", dtype=DTYPES[problem.q.dtype], variant=variant,
+            rows="" if problem.rows is None else "named", grad=problem.grad is not None, to="to" in results,
+            raw="raw" in results, micro=problem.micro,
+        )  # fmt: skip
+        device.run(kernel, int(parameters[0]), parameters, **regions, **results)
 
 
-def _inputs(problem: _Problem, part: _Part, with_aux: bool) -> dict[str, Region]:
-    named = problem.rows is not None
-    regions = {"q": part.of_queries(problem.q, named), "k": part.of_keys(problem.k, problem)}
-    for name, x in problem.scores.regions.items():
-        if name != "aux":
-            regions[name] = part.of_scores(x, named)
-        elif with_aux:
-            regions[name] = x
-    if problem.grad is not None:
-        regions["grad"] = part.of(problem.grad)
-    return regions
-
-
-def _parameters(
-    problem: _Problem, part: _Part, regions: dict[str, Region], key_tiles: int, columns: int
-) -> tuple[float, ...]:
+def _inputs(
+    problem: _Problem, part: _Part, of_call: scores.Scores, key_tiles: int, columns: int
+) -> tuple[dict[str, Region], tuple[float, ...]]:
+    """Bindings and parameters of either stage; the first parameter is the number of workgroups."""
+    rows, grad, named = problem.rows, problem.grad, problem.rows is not None
+    q, k = part.of_queries(problem.q, named), part.of_keys(problem.k, problem)
+    of_call = of_call.narrow(part.batch, part.batches, part.head, part.heads, of_call.numbers.group)
+    of_call = of_call.with_pairs({n: part.of_lines(x, named) for n, x in of_call.pairs.items()})
     tiles = -(-part.lines // (16 * problem.micro))
-    rows, grad = problem.rows, problem.grad
-    batch, _, *others = problem.scores.parameters
-    return (
-        tiles * key_tiles * part.heads * part.batches, tiles, key_tiles, part.lines, columns, part.batch, part.head,
-        part.line, problem.d4, 0 if rows is None else rows.strides[0], *scores.vectors(regions["q"]),
-        *scores.vectors(regions["k"]), *((0, 0, 0, 0) if grad is None else grad.strides), batch, part.heads, *others,
+    parameters = (
+        tiles * key_tiles * part.heads * part.batches, tiles, key_tiles, part.lines, columns, part.line, problem.d4,
+        0 if rows is None else rows.strides[0], *scores.vectors(q), *scores.vectors(k),
+        *((0, 0, 0, 0) if grad is None else grad.strides), *of_call.parameters,
     )  # fmt: skip
+    given = {} if grad is None else {"grad": part.of(grad)}
+    return {"q": q, "k": k, **of_call.regions, **given}, parameters
 
 
 def _product(
     device: Device, problem: _Problem, part: _Part, dproducts: Region, stats: Region | None, before: Region | None,
     out: Region,
 ) -> None:  # fmt: skip
-    """Gradients of rows of q; of keys, where the records of the rows are given."""
+    """Gradients of rows of q; or of keys, if the records of the rows are given."""
     transposed = stats is not None
     kernel = device.kernel(
         "probs_product", dtype=DTYPES[problem.q.dtype], to=DTYPES[out.dtype], transposed=transposed,
@@ -262,7 +245,7 @@ def _product(
     )  # fmt: skip
     group = problem.group if part.heads == problem.q.shape[1] else 1
     row_tiles, column_tiles = -(-out.shape[2] // 64), -(-problem.d4 // 16)
-    programs = row_tiles * column_tiles * out.shape[0] * out.shape[1]
+    workgroups = row_tiles * column_tiles * out.shape[0] * out.shape[1]
     regions: dict[str, Region] = {"d": dproducts, "out": out}
     if stats is not None:
         regions |= {"x": part.of_queries(problem.q, problem.rows is not None), "stats": stats}
@@ -271,10 +254,10 @@ def _product(
     if before is not None:
         regions["before"] = before
     parameters = (
-        programs, row_tiles, column_tiles, part.heads, group, part.lines, problem.k.shape[2], dproducts.shape[3] // 4,
-        problem.d4, *scores.vectors(regions["x"]),
+        workgroups, row_tiles, column_tiles, part.heads, group, part.lines, problem.k.shape[2],
+        dproducts.shape[3] // 4, problem.d4, *scores.vectors(regions["x"]),
     )  # fmt: skip
-    device.run(kernel, programs, parameters, **regions)
+    device.run(kernel, workgroups, parameters, **regions)
 
 
 class _Sum:
@@ -296,7 +279,7 @@ class _Sum:
             return self.y
         made = self._device.empty(self.y.shape, self._dtype)
         most = (self._device.capabilities.binding_bytes - 512) // 8 * 2
-        x, y = (r.with_shape((r.numel,)) for r in (self.y, made))
+        x, y = self.y.flat(), made.flat()
         for start in range(0, x.numel, most):
             length = min(most, x.numel - start)
             _add_chunks(self._device, x.narrow(0, start, length), 1, y.narrow(0, start, length), adds=False)
@@ -344,17 +327,18 @@ def _into_rows(device: Device, lines: Region, stats: Region, dq: Region) -> None
 
 
 def _trivial(
-    device: Device, q: Region, k: Region, bias: Region | None, sink: Region | None, shape: tuple[int, ...]
-) -> tuple[Region, Region, Region, Region]:
-    """Nothing to see, or no row at all: then those that were named are NaN."""
-    value = math.nan if q.shape[2] == 0 and 0 not in shape else 0.0
-    nothing = device.empty((0,), q.dtype)
+    device: Device, forward: Any, bias: Region | None, sink: Region | None, shape: tuple[int, ...]
+) -> tuple[Region | None, ...]:
+    """Gradients if there are no keys or no results; NaN if rows are named of a q that has none."""
+    value = math.nan if forward.q.shape[2] == 0 and 0 not in shape else 0.0
     return (
-        copies.full(device, q.shape, 0.0, q.dtype), copies.full(device, k.shape, value, k.dtype),
-        nothing if bias is None else copies.full(device, bias.shape, value, bias.dtype),
-        nothing if sink is None else copies.full(device, sink.shape, value, sink.dtype),
-    )  # fmt: skip
+        copies.full(device, forward.q.shape, 0.0, forward.q.dtype),
+        copies.full(device, forward.k.shape, value, forward.k.dtype),
+        None if bias is None else copies.full(device, forward.bias.shape, value, bias.dtype),
+        None if sink is None else copies.full(device, sink.shape, value, sink.dtype),
+    )
 
 
-def _shape(q: Region, k: Region, rows: Region | None) -> tuple[int, int, int, int]:
-    return q.shape[0], q.shape[1], q.shape[2] if rows is None else rows.shape[0], k.shape[2]
+def _shape(args: Any) -> tuple[int, int, int, int]:
+    lines = args.q.shape[2] if args.rows is None else args.rows.shape[0]
+    return args.q.shape[0], args.q.shape[1], lines, args.k.shape[2]

@@ -1,16 +1,18 @@
-"""The device: kernels, memory, and the recording of a step.
+"""The GPU: kernels, command buffers, uploads and readbacks.
 
-Dispatches are recorded into one command buffer and handed to the GPU when a result is read back, or when enough of them
-have gathered: a dispatch costs the host microseconds, a submission and a readback hundreds. Pipelines are cached by
-their rendered source, bind groups by what they bind; nothing is compiled or built twice.
+Dispatches are collected in one command buffer, which is submitted when a result is read back or when it is full: a dispatch
+costs the host about a microsecond, a submission and a readback hundreds. Pipelines are cached by their rendered source, bind
+groups by what they bind (`OpenDevice.commands`).
 
-Everything below is done under the device's lock: threads may call at once.
+All of this happens under the device's lock: any thread may call.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,14 +23,16 @@ import wgpu
 
 from headwise.backends.webgpu import adapter as adapters
 from headwise.backends.webgpu import passes, shaders
-from headwise.backends.webgpu.storage import OutOfMemory, Pool, Region, Storage, contiguous_strides
+from headwise.backends.webgpu.device import Binding, Device
+from headwise.backends.webgpu.forks import Refusal
+from headwise.backends.webgpu.shaders import Kernel
+from headwise.backends.webgpu.storage import GpuMemory, Layout, Region, Storage
+from headwise.backends.webgpu.timer import Timer
 
-# Dispatches recorded before the GPU is given them: few enough that it does not wait for the host, many enough that
-# submitting costs little each.
-_MOST_RECORDED = 64
+# Dispatches of a command buffer: few enough that the GPU does not wait for the host, enough to share the cost of submitting.
+MOST_DISPATCHES = 64
 _MOST_STAGING = 1 << 28  # bytes of free staging buffers that are kept
-_MOST_CACHED = 4096  # bind groups and parameter blocks
-_MOST_PASSES_TIMED = 512
+_MOST_COMMANDS = 4096  # lists of bind groups that are kept
 
 
 class DeviceLost(RuntimeError):
@@ -37,7 +41,7 @@ class DeviceLost(RuntimeError):
 
 @dataclass
 class Counts:
-    """What crossed the bus and what was launched, since the process began."""
+    """Transfers and launches since the device was opened."""
 
     uploads: int = 0
     uploaded_bytes: int = 0
@@ -48,75 +52,54 @@ class Counts:
     pipelines: int = 0
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A compiled variant of a kernel family."""
-
-    pipeline: Any
-    layout: Any
-    source: shaders.Source
-
-    def __hash__(self) -> int:
-        return id(self)
+# A dispatch ready to be encoded: handles of pipeline and bind group, workgroups, and the bind group, to keep it alive.
+Command = tuple[Any, Any, tuple[int, ...], Any]
 
 
-# A dispatch with all it needs: kernel, bind group, workgroups.
-Prepared = tuple[Kernel, Any, tuple[int, ...]]
+class OpenDevice(Device):
+    pool: GpuMemory
 
-
-class Trace:
-    """What a launcher does to the device, while it is traced."""
-
-    def __init__(self) -> None:
-        self.storages: list[Storage] = []
-        self.dispatches: list[tuple[Kernel, tuple[int, ...], bytes, list[tuple[Storage, int, int]]]] = []
-        self.replayable = True  # nothing crossed the bus
-
-
-class Device:
     def __init__(self, given: tuple[Any, adapters.Capabilities] | None = None, dialect: str = shaders.NAGA) -> None:
-        """Of the best adapter here; or what is given: anything that is called as wgpu's device is, and what it can do."""
+        """given: an object with the interface of wgpu's device, and its capabilities; the default is the best adapter."""
         self.gpu, self.capabilities = given or _open()
         self.dialect = dialect
-        self.lock = threading.RLock()
-        self.explained_loss = _ExplainedLoss(self)
-        self.pool = Pool(self.gpu, self.capabilities.buffer_bytes, self.capabilities.name, self.flush)
+        self.lock: Any = threading.RLock()
+        self.pool = GpuMemory(self.gpu, self.capabilities.buffer_bytes, self.capabilities.name, self.flush)
         self.counts = Counts()
+        self.encoding = passes.encoding(self.gpu)
+        self.open_pass: Any = None  # its handle; None: there is none
+        self.pending = 0  # dispatches in the command buffer
+        # Commands by the record and its buffers; the uniform buffer of each record.
+        self.commands: dict[tuple[Any, ...], list[Command]] = {}
+        self.uniforms: dict[Any, Any] = {}
+        self._layouts: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
-        self._compiled: dict[str, Kernel] = {}
-        self._parameters: dict[bytes, Any] = {}
-        self._groups: dict[tuple[Any, ...], Any] = {}
+        self._pipelines: dict[str, tuple[Any, Any]] = {}  # with the layout of their bind group, by source
         self._staging: dict[int, list[Any]] = {}
         self._encoder: Any = None
         self._pass: Any = None
-        self._record: passes.Record  # into the open pass
-        self.recording = 0  # number of the command buffer that is being recorded
-        self._recorded = 0  # dispatches in it
-        self._timer: _Timer | None = None
-        self._bound_kernel: Kernel | None = None  # in the open pass
-        self.trace: Trace | None = None
-        self.plans: dict[Any, Any] = {}  # how to do a call again: see replay.py
-        self.prepared: dict[Any, list[Prepared]] = {}  # what such a call dispatches, by what it binds
+        self._timer: Timer | None = None
         if given is None:
+            _opened.add(self)
             if self.capabilities.tier >= "C":
                 self.capabilities = self._with_subgroups_tried(self.capabilities)
             self.capabilities = self.capabilities._replace(native_half=self._rounds_halves())
             self.counts = Counts()
 
     def _rounds_halves(self) -> bool:
-        """Does the driver's own packing of float16 round to nearest even, as no specification asks of it?"""
+        """Does the driver's pack2x16float round to nearest even? WGSL does not require it."""
         wrong = self.empty((1,), torch.int32)
         self.run(self.kernel("half_probe"), 1, (), result=wrong)
         return self.read(wrong).item() == 0
 
     def _with_subgroups_tried(self, capabilities: adapters.Capabilities) -> adapters.Capabilities:
-        """Some drivers report no true size of a subgroup, and none promises the order of its lanes: ask a kernel."""
+        """Probe the subgroup size, which some drivers report wrongly, and the order of lanes, which none guarantees."""
         result = self.empty((2,), torch.int32)
         self.run(self.kernel("subgroup_probe"), 1, (), result=result)
         size, out_of_order = self.read(result).tolist()
         if out_of_order or size < 4:
             return capabilities._replace(tier="B", subgroup_size=0)
-        # Some compilers choose a width kernel by kernel: what counts is the smallest that the vendor's may choose.
+        # Some compilers choose a size per kernel: what counts is the smallest that this vendor's may choose.
         return capabilities._replace(
             subgroup_size=min(size, adapters.NARROWEST_SUBGROUP.get(capabilities.vendor, size))
         )
@@ -124,192 +107,137 @@ class Device:
     # ------------------------------------------------------------------------------------------------------- kernels
 
     def kernel(self, name: str, **variant: Any) -> Kernel:
-        """Kernel family ``name`` in one variant, compiled on first use."""
         key = (name, *variant.items())
         found = self._kernels.get(key)
         if found is None:
-            source = shaders.render(name, dialect=self.dialect, native_half=self.capabilities.native_half, **variant)
-            found = self._compiled.get(source.text) or self._compile(name, source)
-            self._kernels[key] = self._compiled[source.text] = found
+            found = shaders.render(name, dialect=self.dialect, native_half=self.capabilities.native_half, **variant)
+            self._kernels[key] = found
+            self.pipeline(found)
         return found
 
-    def _compile(self, name: str, source: shaders.Source) -> Kernel:
-        entries: list[dict[str, Any]] = [
-            {"binding": 0, "visibility": wgpu.ShaderStage.COMPUTE, "buffer": {"type": "uniform"}}
-        ]
-        for i, buffer in enumerate(source.buffers):
-            kind = "storage" if buffer.written else "read-only-storage"
-            entries.append({"binding": i + 1, "visibility": wgpu.ShaderStage.COMPUTE, "buffer": {"type": kind}})
-        if len(source.buffers) > self.capabilities.storage_buffers:
-            raise RuntimeError(
-                f"kernel {name} binds {len(source.buffers)} storage buffers; "
-                f"WebGPU promises {self.capabilities.storage_buffers}"
-            )
-        layout = self.gpu.create_bind_group_layout(entries=entries)
-        module = self.gpu.create_shader_module(label=name, code=source.text)
+    def pipeline(self, kernel: Kernel) -> tuple[Any, Any]:
+        """The compiled kernel and the layout of its bind group."""
+        found = self._pipelines.get(kernel.text)
+        if found is None:
+            found = self._pipelines[kernel.text] = self._compile(kernel)
+        return found
+
+    def _compile(self, kernel: Kernel) -> tuple[Any, Any]:
+        most = self.capabilities.storage_buffers
+        if len(kernel.buffers) > most:
+            raise RuntimeError(f"{kernel.name} binds {len(kernel.buffers)} storage buffers; WebGPU promises {most}")
+        types = ["uniform", *("storage" if b.written else "read-only-storage" for b in kernel.buffers)]
+        layout = self.gpu.create_bind_group_layout(
+            entries=[
+                {"binding": i, "visibility": wgpu.ShaderStage.COMPUTE, "buffer": {"type": kind}}
+                for i, kind in enumerate(types)
+            ]
+        )
         pipeline = self.gpu.create_compute_pipeline(
-            label=name,
+            label=kernel.name,
             layout=self.gpu.create_pipeline_layout(bind_group_layouts=[layout]),
-            compute={"module": module, "entry_point": "main"},
+            compute={
+                "module": self.gpu.create_shader_module(label=kernel.name, code=kernel.text),
+                "entry_point": "main",
+            },
         )
         self.counts.pipelines += 1
-        return Kernel(pipeline, layout, source)
+        return pipeline, layout
 
-    def run(
-        self, kernel: Kernel, groups: int | tuple[int, ...], parameters: tuple[float, ...], **regions: Region
-    ) -> None:
-        """Record one dispatch.
+    # ------------------------------------------------------------------------------------------------- command buffers
 
-        groups      workgroups: of a grid, or a plain number, which may be any size: the kernel sees it as ``group_id``
-        parameters  values for the fields of ``params(…)`` in the shader, in their order
-        regions     what is bound, by the names in the shader; where each begins is passed along by itself
-        """
-        if isinstance(groups, int):
-            groups = spread(groups)
-        if 0 in groups:
-            return
-        groups = (*groups, 1, 1)[:3]
-        source = kernel.source
-        if len(regions) != len(source.buffers):
-            raise RuntimeError(f"{source.name} binds {[b.name for b in source.buffers]}, and was given {list(regions)}")
-        bound, starts, storages = [], [], []
-        for buffer in source.buffers:
-            region = regions[buffer.name]
-            binding, start = self._binding(source.name, region, buffer)
-            bound.append(binding)
-            starts.append(start)
-            storages.append(region.storage)
-            region.storage.last_use = self.recording
-        data = source.pack(parameters, starts)
-        if self.trace is not None:
-            traced = [(storage, first, size) for storage, (_, first, size) in zip(storages, bound, strict=True)]
-            self.trace.dispatches.append((kernel, groups, data, traced))
-        self.dispatch(kernel, groups, data, bound)
+    def dispatch(self, kernel: Kernel, groups: tuple[int, ...], parameters: bytes, bindings: list[Binding]) -> None:
+        """Dispatch immediately: for probes, tests and benchmarks. Launchers are recorded (recorder.py)."""
+        uniform = self.uniform(parameters)
+        bound = [(binding.storage.buffer, binding.first, binding.size) for binding in bindings]
+        pipeline, group, _, _ = self.command(kernel, groups, (uniform, 0, len(parameters)), bound)
+        compute_pass, encoding = self.begin_pass(), self.encoding
+        encoding.set_pipeline(compute_pass, pipeline)
+        encoding.set_bind_group(compute_pass, 0, group, 0, encoding.no_offsets)
+        encoding.dispatch(compute_pass, *groups)
+        self.dispatched(1)
 
-    def dispatch(self, kernel: Kernel, groups: tuple[int, ...], data: bytes, bound: list[tuple[Any, int, int]]) -> None:
-        """Record one dispatch of what is bound already, with packed parameters."""
-        self.dispatch_prepared([self.prepare(kernel, groups, data, bound)])
+    def uniform(self, parameters: bytes) -> Any:
+        return self.gpu.create_buffer_with_data(data=parameters, usage=wgpu.BufferUsage.UNIFORM)
 
-    def prepare(
-        self, kernel: Kernel, groups: tuple[int, ...], data: bytes, bound: list[tuple[Any, int, int]]
-    ) -> Prepared:
-        key = (kernel, data, *bound)
-        group = self._groups.get(key)
-        if group is None:
-            group = self._groups[key] = self._bind_group(kernel, data, bound)
-        return kernel, group, groups
+    def command(
+        self, kernel: Kernel, groups: tuple[int, ...], parameters: tuple[Any, int, int],
+        bound: Sequence[tuple[Any, int, int]],
+    ) -> Command:  # fmt: skip
+        """parameters, and each of bound: buffer, first byte, bytes."""
+        pipeline, layout = self.pipeline(kernel)
+        entries = [
+            {"binding": i, "resource": {"buffer": buffer, "offset": first, "size": size}}
+            for i, (buffer, first, size) in enumerate((parameters, *bound))
+        ]
+        group = self.gpu.create_bind_group(layout=layout, entries=entries)
+        return self.encoding.handle(pipeline), self.encoding.handle(group), groups, group
 
-    def keep_prepared(self, key: Any, dispatches: list[Prepared]) -> list[Prepared]:
-        if len(self.prepared) >= _MOST_CACHED:
-            self.prepared.clear()
-        self.prepared[key] = dispatches
-        return dispatches
+    def keep_commands(self, key: tuple[Any, ...], commands: list[Command]) -> None:
+        if len(self.commands) >= _MOST_COMMANDS:
+            self.commands.clear()
+            self.uniforms.clear()
+        self.commands[key] = commands
 
-    def dispatch_prepared(self, dispatches: list[Prepared]) -> None:
-        """Record dispatches."""
-        for kernel, group, groups in dispatches:
-            if self._pass is None:
-                self._begin_pass()
-            if kernel is self._bound_kernel:
-                self._record(None, group, groups)
-            else:
-                self._record(kernel.pipeline, group, groups)
-                self._bound_kernel = kernel
-            self._recorded += 1
-            if self._recorded >= _MOST_RECORDED:
-                self.flush()
-        self.counts.dispatches += len(dispatches)
+    def begin_pass(self) -> Any:
+        """The handle of the open pass."""
+        if self.open_pass is None:
+            if self._encoder is None:
+                self._encoder = self.gpu.create_command_encoder()
+            timestamps = None if self._timer is None else self._timer.next_pass()
+            self._pass = self._encoder.begin_compute_pass(timestamp_writes=timestamps)
+            self.open_pass = self.encoding.handle(self._pass)
+        return self.open_pass
 
-    def _binding(self, name: str, region: Region, buffer: shaders.Buffer) -> tuple[tuple[Any, int, int], int]:
-        """What to bind, as (buffer, offset, size), and where in it the region begins, in items of the shader's array."""
-        storage, itemsize = region.storage, region.dtype.itemsize
-        first, size = 0, storage.size
-        if size > self.capabilities.binding_bytes:
-            low, high = region.span()
-            first = low * itemsize // 256 * 256
-            size = min(storage.size, -(-high * itemsize // 16) * 16) - first
-            if size > self.capabilities.binding_bytes:
-                raise OutOfMemory(
-                    f"{name} would have to see {size} bytes of {buffer.name} at once; {self.capabilities.name} binds at "
-                    f"most {self.capabilities.binding_bytes}. Split the call (a shorter sequence or row, fewer ids), or "
-                    f"use backend='cpu'"
-                )
-        start = region.offset - first // itemsize
-        if start % buffer.unit:
-            raise RuntimeError(f"{buffer.name} begins at element {start}; the kernel needs a multiple of {buffer.unit}")
-        return (storage.buffer, first, size), start // buffer.unit
-
-    def _bind_group(self, kernel: Kernel, data: bytes, bound: list[tuple[Any, int, int]]) -> Any:
-        if len(self._groups) >= _MOST_CACHED:
-            self._groups.clear()
-            self._parameters.clear()
-            self.prepared.clear()
-        uniform = self._parameters.get(data)
-        if uniform is None:
-            uniform = self.gpu.create_buffer_with_data(data=data, usage=wgpu.BufferUsage.UNIFORM)
-            self._parameters[data] = uniform
-        entries = [{"binding": 0, "resource": {"buffer": uniform, "offset": 0, "size": len(data)}}]
-        for i, (buffer, offset, size) in enumerate(bound):
-            entries.append({"binding": i + 1, "resource": {"buffer": buffer, "offset": offset, "size": size}})
-        return self.gpu.create_bind_group(layout=kernel.layout, entries=entries)
-
-    # ------------------------------------------------------------------------------------------------------- recording
-
-    def _begin_pass(self) -> None:
-        if self._encoder is None:
-            self._encoder = self.gpu.create_command_encoder()
-        timestamps = None if self._timer is None else self._timer.next_pass()
-        self._pass = self._encoder.begin_compute_pass(timestamp_writes=timestamps)
-        self._record = passes.recorder(self._pass)
-        self._bound_kernel = None
+    def dispatched(self, count: int) -> None:
+        self.counts.dispatches += count
+        self.pending += count
+        if self.pending >= MOST_DISPATCHES:
+            self.flush()
 
     def _encode_outside_a_pass(self) -> Any:
         if self._pass is not None:
             self._pass.end()
-            self._pass = None
+            self._pass = self.open_pass = None
         if self._encoder is None:
             self._encoder = self.gpu.create_command_encoder()
         return self._encoder
 
     def flush(self) -> None:
-        """Hand what was recorded to the GPU. It does not wait."""
+        """Submit the command buffer. Does not wait."""
         if self._encoder is None:
             return
         encoder = self._encode_outside_a_pass()
         self._encoder = None
-        self.recording += 1
-        self._recorded = 0
+        self.pool.submission += 1
+        self.pending = 0
         self.gpu.queue.submit([encoder.finish()])
         self.counts.submissions += 1
 
     def synchronize(self) -> None:
-        """Wait until everything recorded so far is done."""
+        """Wait until everything that was dispatched is done."""
         with self.lock:
-            done = self.empty((1,), torch.float32)
-            self.read(done)
+            self.read(self.empty((1,), torch.float32))
 
     # -------------------------------------------------------------------------------------------------------- memory
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Region:
-        """Uninitialised memory. Strides, where given, are those of a dense layout of the shape."""
-        count = 1
-        for size in shape:
-            count *= size
-        # Whole vectors, so that kernels may write the last one in full.
-        storage = self.pool.take(-(-count * dtype.itemsize // 16) * 16)
-        if self.trace is not None:
-            self.trace.storages.append(storage)
-        return Region(storage, dtype, shape, contiguous_strides(shape) if strides is None else strides)
+    def layout(self, region: Region) -> Layout:
+        """The layout of a region: the same object for equal layouts."""
+        facts = (region.dtype, region.shape, region.strides, region.offset, region.storage.size)
+        found = self._layouts.get(facts)
+        if found is None:
+            found = self._layouts[facts] = Layout(*facts)
+        return found
 
     def upload(self, tensor: torch.Tensor) -> Region:
-        """A copy of a CPU tensor. Dense layouts keep their strides; a dim that was expanded is not stored twice."""
+        """A copy of a CPU tensor. Dense layouts keep their strides; expanded dims stay expanded."""
         shape, strides = tuple(tensor.shape), list(tensor.stride())
         kept = tensor
         for dim, stride in enumerate(strides):
             if stride == 0 and shape[dim] > 1:
                 kept = kept.narrow(dim, 0, 1)
         if not _is_dense(kept):
-            # Copied in the order in which it lies: heads that lie inside stay there.
+            # Copied in memory order: heads inside stay inside.
             order = sorted(range(kept.dim()), key=lambda d: -kept.stride()[d])
             back = sorted(range(kept.dim()), key=lambda d: order[d])
             kept = kept.permute(order).contiguous().permute(back)
@@ -320,13 +248,11 @@ class Device:
         return Region(region.storage, tensor.dtype, shape, strides)
 
     def _write(self, storage: Storage, data: Any) -> None:
-        if self.trace is not None:
-            self.trace.replayable = False
         nbytes = data.nbytes
         if nbytes == 0:
             return
-        if storage.last_use == self.recording:
-            self.flush()  # a write is done before the next submission, and this memory is still being read by it
+        if storage.busy_until == self.pool.submission:
+            self.flush()  # a write runs before unsubmitted commands, and these may use this buffer
         if nbytes % 4:
             data = np.concatenate([data, np.zeros(4 - nbytes % 4, np.uint8)])
         self.gpu.queue.write_buffer(storage.buffer, 0, data)
@@ -352,8 +278,6 @@ class Device:
         return tensor
 
     def _begin_read(self, region: Region) -> tuple[Any, torch.Tensor, int, int]:
-        if self.trace is not None:
-            self.trace.replayable = False
         tensor = torch.empty_strided(region.shape, region.strides, dtype=region.dtype)
         if region.numel == 0:
             return None, tensor, 0, 0
@@ -386,14 +310,14 @@ class Device:
         usage = wgpu.BufferUsage.COPY_DST | wgpu.BufferUsage.MAP_READ
         return self.gpu.create_buffer(size=rounded, usage=usage)
 
-    # -------------------------------------------------------------------------------------------------------- timing
+    # ------------------------------------------------------------------------------------------- timing, a lost device
 
     @contextmanager
-    def timed(self) -> Iterator[_Timer]:
-        """Time of the GPU itself for what is recorded inside: ``timer.seconds``, after the block."""
+    def timed(self) -> Iterator[Timer]:
+        """GPU time of what is dispatched in the block: ``timer.seconds``, after it."""
         with self.lock:
             self.flush()
-            self._timer = timer = _Timer(self)
+            self._timer = timer = Timer(self)
             try:
                 yield timer
                 self.flush()
@@ -401,56 +325,34 @@ class Device:
                 self._timer = None
             timer.finish()
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Hold the lock; turn errors of a lost device into `DeviceLost`."""
+        with self.lock:
+            try:
+                yield
+            except BaseException as error:
+                self.explain_loss(error)
+                raise
+
+    def explain_loss(self, error: BaseException) -> None:
+        """Raise `DeviceLost` if that is what the error means."""
+        if not isinstance(error, (wgpu.GPUError, RuntimeError)) or isinstance(error, DeviceLost):
+            return
+        if "lost" not in str(error).lower():
+            return
+        forget(self)
+        raise DeviceLost(
+            "the GPU was lost during this call (a driver reset, a kernel that ran too long, or a removed device). "
+            "The next call opens it again; arrays that lived on it are gone, make them anew with headwise.webgpu.array"
+        ) from error
+
 
 def _open() -> tuple[Any, adapters.Capabilities]:
+    process.started = True
     adapter = adapters.choose()
     capabilities = adapters.capabilities(adapter)
     return adapters.open_device(adapter, capabilities), capabilities
-
-
-class _Timer:
-    def __init__(self, device: Device) -> None:
-        if not device.capabilities.timestamps:
-            raise RuntimeError(f"{device.capabilities.name} has no timestamp queries")
-        self._device = device
-        self._queries = device.gpu.create_query_set(type="timestamp", count=2 * _MOST_PASSES_TIMED)
-        self._passes = 0
-        self.seconds = 0.0  # from the begin of the first pass to the end of the last
-        self.busy_seconds = 0.0  # inside of passes: waiting for the host to submit the next is left out
-
-    def next_pass(self) -> dict[str, Any] | None:
-        if self._passes == _MOST_PASSES_TIMED:
-            raise RuntimeError(f"more than {_MOST_PASSES_TIMED} passes are timed at once; time fewer dispatches")
-        first = 2 * self._passes
-        self._passes += 1
-        return {
-            "query_set": self._queries,
-            "beginning_of_pass_write_index": first,
-            "end_of_pass_write_index": first + 1,
-        }
-
-    def finish(self) -> None:
-        """First pass's begin to last pass's end; the clock ticks in nanoseconds."""
-        if not self._passes:
-            return
-        gpu, count = self._device.gpu, 2 * self._passes
-        usage = wgpu.BufferUsage
-        resolved = gpu.create_buffer(size=8 * count, usage=usage.QUERY_RESOLVE | usage.COPY_SRC)
-        encoder = gpu.create_command_encoder()
-        encoder.resolve_query_set(self._queries, 0, count, resolved, 0)
-        gpu.queue.submit([encoder.finish()])
-        ticks = np.frombuffer(gpu.queue.read_buffer(resolved), np.uint64)
-        self.seconds = float(int(ticks[-1]) - int(ticks[0])) * 1e-9
-        self.busy_seconds = float(sum(int(end) - int(begin) for begin, end in ticks.reshape(-1, 2))) * 1e-9
-
-
-def spread(groups: int) -> tuple[int, int, int]:
-    """A number of workgroups as a grid: one dimension holds 65535. The shader's ``group_id`` undoes this."""
-    most = adapters.MOST_GROUPS
-    if groups <= most:
-        return groups, 1, 1
-    rows = -(-groups // most)
-    return -(-groups // rows), rows, 1
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -469,70 +371,61 @@ def _bytes_of(flat: torch.Tensor) -> Any:
 
 # ------------------------------------------------------------------------------------------------------- one per process
 
-_current: Device | None = None
-_opening = threading.Lock()
+
+class _Process:
+    """The device of this process, and the lock under which it is opened."""
+
+    device: OpenDevice | None = None
+    opening: Any = threading.Lock()
+    started = False  # is the driver loaded?
 
 
-def device() -> Device:
-    """The device of this process, opened on first use, and again after it was lost."""
-    global _current
-    found = _current
+process = _Process()
+_opened: weakref.WeakSet[OpenDevice] = weakref.WeakSet()
+
+
+def device() -> OpenDevice:
+    """The device of this process, opened on first use and again after a loss."""
+    found = process.device
     if found is None:
-        with _opening:
-            if _current is None:
-                _current = Device()
-            found = _current
+        with process.opening:
+            if process.device is None:
+                process.device = OpenDevice()
+            found = process.device
     return found
 
 
 @contextmanager
-def current(device: Device) -> Iterator[None]:
+def current(device: OpenDevice) -> Iterator[None]:
     """Within the block this is the device of the process, and of all its threads."""
-    global _current
-    before, _current = _current, device
+    before, process.device = process.device, device
     try:
         yield
     finally:
-        _current = before
+        process.device = before
 
 
 def counts() -> Counts:
     """Uploads, readbacks, dispatches so far."""
-    return replace(_current.counts) if _current is not None else Counts()
+    return replace(process.device.counts) if process.device is not None else Counts()
 
 
-def forget(lost: Device | None = None) -> None:
-    """Drop the device: the next call opens one anew. What lives on the old one cannot be used any more.
+def forget(lost: OpenDevice | None = None) -> None:
+    """Drop the device: the next call opens one anew. Arrays on the old one cannot be used any more.
 
-    ``lost``: only this one; somebody else may have opened another already.
+    ``lost``: drop only this one; another thread may have opened a new one already.
     """
-    global _current
-    with _opening:
-        if lost is None or _current is lost:
-            _current = None
+    with process.opening:
+        if lost is None or process.device is lost:
+            process.device = None
 
 
-class _ExplainedLoss:
-    """Turns the errors of a device that went away into one that says what to do."""
+def _refuse_in_child() -> None:
+    if process.started:
+        process.device, process.opening = None, Refusal()
+        for device in _opened:
+            device.lock = Refusal()
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if error is not None:
-            self.explain(error)
-
-    def explain(self, error: BaseException) -> None:
-        """Raises, if the device is lost; else the error may go its way."""
-        if not isinstance(error, (wgpu.GPUError, RuntimeError)) or isinstance(error, DeviceLost):
-            return
-        if "lost" not in str(error).lower():
-            return
-        forget(self._device)
-        raise DeviceLost(
-            "the GPU was lost during this call (a driver reset, a kernel that ran too long, or a removed device). "
-            "The next call opens it again; arrays that lived on it are gone, make them anew with headwise.webgpu.array"
-        ) from error
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_refuse_in_child)

@@ -1,25 +1,22 @@
-"""What the attention launchers share: the variant, parameters and small buffers of ``wgsl/scores.wgsl``, rows that kernels
-can read four elements at a time, and the tiles of a packed batch."""
+"""What the attention launchers share: the variant, parameters and small buffers of ``wgsl/scores.wgsl``, aligned rows,
+windows of tensors that are larger than a binding, and the tiles of a packed batch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from headwise.backends.webgpu import copies
-from headwise.backends.webgpu.runtime import Device
+from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region
 
-if TYPE_CHECKING:
-    from headwise.ops.attention._arguments import Flags
-
-LOG2E = 1.4426950408889634
+_LENGTHS = ("kv_lengths", "q_lengths", "kv_starts")
 
 
 class Variant(NamedTuple):
-    """Template variables of ``scores.wgsl``: what a call pays for."""
+    """Template variables of ``scores.wgsl``: the features that a call uses."""
 
     mask: bool
     bias: str  # dtype, or "" for none
@@ -29,79 +26,139 @@ class Variant(NamedTuple):
     left: bool
     right: bool
     packed: bool
+    dropout: bool = False
+
+
+class Dropout(NamedTuple):
+    """The fields of ``scores.wgsl`` that only dropout has."""
+
+    below: int  # of 16 random bits, those that drop
+    scale: float  # of what is kept
+    seed: int  # index in aux of its two words
+    batch: int = 0  # numbers of the first batch entry and head
+    head: int = 0
+
+
+class Numbers(NamedTuple):
+    """The first fields of ``scores.wgsl``."""
+
+    batch: int
+    heads: int
+    group: int  # query heads of a key head
+    q_length: int
+    k_length: int
+    left: int
+    right: int
+    scale: float
+    softcap: float
+    extents: int  # index in aux of the lengths of the first batch entry
+    sinks: int  # index in aux of the sink of the first head
 
 
 class Scores(NamedTuple):
+    """Which keys each query may see, and what is added to the logits."""
+
     variant: Variant
-    parameters: tuple[float, ...]  # in the order of `scores.fields`
-    regions: dict[str, Region]  # mask, bias, aux, where there
+    numbers: Numbers
+    mask: Region | None
+    bias: Region | None
+    aux: Region | None  # lengths, sinks and the seed of dropout, see attention_aux.wgsl
+    dropout: Dropout | None
+
+    @property
+    def parameters(self) -> tuple[float, ...]:
+        return (
+            *self.numbers,
+            *(self.dropout or ()),
+            *(stride for x in self.pairs.values() for stride in x.broadcast_strides),
+        )
+
+    @property
+    def pairs(self) -> dict[str, Region]:
+        """Tensors with an entry for each query and key."""
+        return {name: x for name, x in (("mask", self.mask), ("bias", self.bias)) if x is not None}
+
+    @property
+    def regions(self) -> dict[str, Region]:
+        """All that kernels bind."""
+        return self.pairs if self.aux is None else self.pairs | {"aux": self.aux}
+
+    def with_pairs(self, pairs: dict[str, Region]) -> Scores:
+        return self._replace(mask=pairs.get("mask"), bias=pairs.get("bias"))
+
+    def narrow(self, batch: int, batches: int, head: int, heads: int, group: int) -> Scores:
+        """Those of some batch entries and query heads."""
+        pairs = {
+            name: x.narrow_broadcast(0, batch, batches).narrow_broadcast(1, head, heads)
+            for name, x in self.pairs.items()
+        }
+        first = self.numbers
+        numbers = first._replace(
+            batch=batches, heads=heads, group=group, extents=first.extents + 4 * batch, sinks=first.sinks + head
+        )
+        dropout = self.dropout
+        if dropout is not None:
+            dropout = dropout._replace(batch=dropout.batch + batch, head=dropout.head + head)
+        return self._replace(numbers=numbers, dropout=dropout).with_pairs(pairs)
+
+    def without_sink(self) -> Scores:
+        aux = self.aux if self.variant.lengths or self.variant.dropout else None
+        return self._replace(variant=self.variant._replace(sink=False), aux=aux)
 
 
-def of_call(
-    device: Device,
-    q: Region,
-    k: Region,
-    mask: Region | None,
-    bias: Region | None,
-    kv_lengths: Region | None,
-    sink: Region | None,
-    flags: Flags,
-    packed: bool = False,
-) -> Scores:
-    """Dense q ``(B, Hq, Sq, D)`` and k ``(B, Hk, Sk, D)``; packed ones as ``(1, H, T, D)`` views."""
+def of_call(device: Device, args: Any, q: Region, k: Region, aux: Region | None = None, sink: bool = True) -> Scores:
+    """args: `Attention` or `Probs`. q ``(B, Hq, Sq, D)``, k ``(B, Hk, Sk, D)``; packed ones as ``(1, H, T, D)`` views.
+
+    aux: memory for lengths and sinks, if the caller has it, and for a seed in its last two words. sink: do the kernels read
+    it?
+    """
+    mask, bias = (None if x is None else x.with_leading(4) for x in (args.mask, args.bias))
     batch, heads, q_length, _ = q.shape
     key_heads, k_length = k.shape[1:3]
-    # No side of the band need be longer than any distance there is: kernels add them to positions in 32 bits.
-    farthest = q_length + k_length
+    flags, sink = args.flags, sink and args.sink is not None
+    lengths = any(getattr(args, name) is not None for name in _LENGTHS)
     variant = Variant(
-        mask=mask is not None,
-        bias="" if bias is None else DTYPES[bias.dtype],
-        lengths=kv_lengths is not None,
-        sink=sink is not None,
-        cap=flags.softcap > 0,
-        left=flags.left >= 0,
-        right=flags.right >= 0,
-        packed=packed,
-    )
-    parameters: tuple[float, ...] = (
+        mask is not None, "" if bias is None else DTYPES[bias.dtype], lengths, sink, flags.softcap > 0, flags.left >= 0,
+        flags.right >= 0, getattr(args, "packing", None) is not None, args.dropout_seed is not None,
+    )  # fmt: skip
+    # Kernels add both sides of the band to positions in 32 bits: no side needs to be longer than the longest distance.
+    farthest = q_length + k_length
+    numbers = Numbers(
         batch, heads, heads // max(key_heads, 1), q_length, k_length, min(flags.left, farthest),
-        min(flags.right, farthest), flags.scale, flags.softcap or 1.0,
+        min(flags.right, farthest), flags.scale, flags.softcap or 1.0, 0, 4 * batch if lengths else 0,
     )  # fmt: skip
-    regions: dict[str, Region] = {}
-    for name, x in (("mask", mask), ("bias", bias)):
-        if x is not None:
-            parameters += tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.strides, strict=True))
-            regions[name] = x
-    if kv_lengths is not None or sink is not None:
-        regions["aux"] = _aux(device, kv_lengths, sink, batch, heads, k_length)
-    return Scores(variant, parameters, regions)
+    dropout = None
+    if lengths or sink or variant.dropout:
+        if aux is None:
+            aux = device.empty((numbers.sinks + heads + 2 * variant.dropout,), torch.int32)
+        if variant.dropout:
+            dropout = Dropout(flags.dropped_below, flags.kept_scale, aux.numel - 2)
+        _write_aux(device, args, sink, numbers, dropout, aux)
+        return Scores(variant, numbers, mask, bias, aux, dropout)
+    return Scores(variant, numbers, mask, bias, None, None)
 
 
-def _aux(device: Device, lengths: Region | None, sink: Region | None, batch: int, heads: int, longest: int) -> Region:
-    aux = device.empty((batch + heads,), torch.int32)
-    kernel = device.kernel(
-        "attention_aux",
-        lengths="" if lengths is None else DTYPES[lengths.dtype],
-        sink="" if sink is None else DTYPES[sink.dtype],
-    )
-    given: dict[str, Region] = {}
-    if lengths is not None:
-        given["lengths"] = lengths
-    if sink is not None:
-        given["sink"] = sink
-    # Without lengths, sinks come first.
-    parameters = (
-        0 if lengths is None else batch, heads, longest, 0 if lengths is None else lengths.strides[0],
-        0 if sink is None else sink.strides[0],
-    )  # fmt: skip
-    device.run(kernel, -(-max(batch, heads) // 64), parameters, **given, aux=aux)
-    return aux
+def _write_aux(device: Device, args: Any, sink: bool, numbers: Numbers, dropout: Dropout | None, aux: Region) -> None:
+    given = {name: getattr(args, name) for name in (*_LENGTHS, "sink")}
+    if not sink:
+        given["sink"] = None
+    dtypes = {name: "" if x is None else DTYPES[x.dtype] for name, x in given.items()}
+    kernel = device.kernel("attention_aux", **dtypes, seed=dropout is not None)
+    batch, heads = numbers.batch, numbers.heads
+    strides = (0 if x is None else x.strides[0] for x in given.values())
+    parameters = (batch, heads, numbers.k_length, numbers.q_length, numbers.sinks, *strides)
+    bound = {name: x for name, x in given.items() if x is not None}
+    if dropout is not None:
+        seed = args.dropout_seed
+        bound["seed"] = Region(seed.storage, torch.int32, (2,), (1,), 2 * seed.offset)
+        parameters = (*parameters, dropout.seed)
+    device.run(kernel, -(-max(batch, heads) // 64), parameters, **bound, aux=aux)
 
 
 def aligned(device: Device, x: Region) -> Region:
-    """x ``(…, D)`` with rows that begin at a multiple of four elements and are zeros from D up to one.
+    """x ``(…, D)`` with rows that start at a multiple of four elements and are padded with zeros to one.
 
-    Most tensors are so already and are read where they lie; others (an odd head dim) are copied, O(S) of memory.
+    Most tensors already are. Others (an odd head dim) are copied, which takes O(S) memory.
     """
     last = x.shape[-1]
     inner = zip(x.shape[:-1], x.strides[:-1], strict=True)
@@ -112,7 +169,7 @@ def aligned(device: Device, x: Region) -> Region:
 
 def vectors(x: Region) -> tuple[int, ...]:
     """Strides of an aligned tensor's outer dims in vectors of four, as kernels count them."""
-    return tuple(0 if n == 1 else s // 4 for n, s in zip(x.shape[:-1], x.strides[:-1], strict=True))
+    return tuple(stride // 4 for stride in x.broadcast_strides[:-1])
 
 
 def heads_outside(x: Region) -> Region:
@@ -122,18 +179,13 @@ def heads_outside(x: Region) -> Region:
 
 
 def bindable(device: Device, x: Region) -> Region:
-    """x, copied where its elements lie too far apart to be bound as they are."""
-    low, high = x.span()
-    most = device.capabilities.binding_bytes
-    if x.storage.size > most and (high - low) * x.itemsize > most - 512:
-        return copies.copied(device, x)
-    return x
+    """x; or a copy, if its elements are too far apart to bind."""
+    return x if copies.fits(device, x) else copies.copied(device, x)
 
 
 def windows(device: Device, *tensors: Region) -> list[tuple[int, int]]:
-    """``(first, past)`` along dim 2 of tensors of one head, ``(1, 1, S, ·)``: all, or as many rows as a kernel may bind.
-
-    The rows of a window are to be made `bindable`."""
+    """``(first, past)`` along dim 2 of tensors of one head, ``(1, 1, S, ·)``: all rows, or as many as a kernel may bind
+    once they are `bindable`."""
     length = rows = tensors[0].shape[2]
     for x in tensors:
         if x.storage.size > device.capabilities.binding_bytes:
@@ -143,8 +195,8 @@ def windows(device: Device, *tensors: Region) -> list[tuple[int, int]]:
 
 
 class Bindable:
-    """Parts of tensors where a kernel can bind them. Those that have to be copied for it are copied once: memory for each
-    pair of windows would grow with the square of their number."""
+    """`bindable` that copies each part of a tensor once: a copy for each pair of windows would take memory that grows with
+    the square of their number."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -162,8 +214,7 @@ class Bindable:
 
 
 def empty_sums(device: Device, result: Region, more: int = 0) -> Region:
-    """Memory for sums that several dispatches make of the rows of a result: float32, and room for so many numbers more in
-    each row."""
+    """Float32 memory for rows of a result that several dispatches sum up, with room for ``more`` numbers in each row."""
     return device.empty((*result.shape[:3], -(-result.shape[3] // 4) * 4 + more), torch.float32)
 
 
@@ -177,7 +228,7 @@ def round_rows(device: Device, sums: Region, result: Region) -> None:
 def pieces(device: Device, batch: int, key_heads: int, *tensors: Region | None) -> list[tuple[int, int, int, int]]:
     """``(first batch entry, entries, first key head, key heads)`` to work on at once.
 
-    All of it, unless a tensor is larger than a kernel may bind: then one key head of one batch entry after the other.
+    The whole call; or each key head of each batch entry, if a tensor is larger than a kernel may bind.
     """
     most = device.capabilities.binding_bytes
     if all(x is None or x.storage.size <= most for x in tensors):
@@ -186,41 +237,34 @@ def pieces(device: Device, batch: int, key_heads: int, *tensors: Region | None) 
 
 
 class Rows(NamedTuple):
-    """Where a kernel writes rows of ``last`` elements, and how that becomes the result."""
+    """A result and where a kernel writes its rows: elsewhere, if they need padding."""
 
     written: Region  # aligned
-    result: Region  # what the caller gets
+    result: Region
 
 
 def empty_rows(
     device: Device, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
 ) -> Rows:
-    """Memory for a result ``shape`` in a dense layout; its rows are written padded first, where their size is no multiple
-    of four. Call `finish` when the kernel is recorded."""
+    """Memory for a result in a dense layout, `heads_inside` if strides are given. Rows whose length is no multiple of four
+    are written padded: call `finish` after the kernel."""
     result = device.empty(shape, dtype, strides)
     if shape[-1] % 4 == 0:
         return Rows(result, result)
-    padded = device.empty((*shape[:-1], -(-shape[-1] // 4) * 4), dtype)
-    return Rows(padded, result)
+    padded = (*shape[:-1], -(-shape[-1] // 4) * 4)
+    return Rows(device.empty(padded, dtype, None if strides is None else heads_inside(padded)), result)
 
 
 def finish(device: Device, rows: Rows) -> Region:
-    """Bring padded rows into the layout of the result."""
+    """Copy padded rows into the result."""
     if rows.written is not rows.result:
-        # The result may lie heads inside: its dims in the order they lie in memory make it a contiguous tensor.
-        result = rows.result
-        order = sorted(range(len(result.shape) - 1), key=lambda d: -result.strides[d])
-        order.append(len(result.shape) - 1)
-        source = rows.written
-        seen = Region(
-            source.storage, source.dtype, tuple(result.shape[d] for d in order), tuple(source.strides[d] for d in order)
-        )
-        copies.copy_into(device, seen, result.with_shape(seen.shape))
+        last = len(rows.result.shape) - 1
+        copies.copy_into(device, rows.written.narrow(last, 0, rows.result.shape[last]), rows.result)
     return rows.result
 
 
 def like_heads(x: Region, last: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Shape and strides of a result ``(B, H, S, last)`` in the layout of x, as `headwise.layout.empty_like_heads` has it."""
+    """Shape and strides of a result ``(B, H, S, last)`` in the layout of x, as in `headwise.layout.empty_like_heads`."""
     batch, heads, length, dim = x.shape
     shape = (batch, heads, length, last)
     if not (dim == last and x.contiguous) and x.strides[1] < x.strides[2]:
@@ -234,23 +278,28 @@ def heads_inside(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (length * heads * last, last, heads * last, 1)
 
 
-def packed_tiles(
-    device: Device,
-    cu: Region,
-    other_cu: Region,
-    total: int,
-    other_total: int,
-    longest: int,
-    other_longest: int,
-    tile: int,
-) -> tuple[Region, int]:
-    """The list of ``wgsl/attention_tiles.wgsl`` for tiles of ``tile`` tokens, and how many entries it has."""
-    sequences = cu.shape[0] - 1
-    entries = total // tile + sequences + 1
+class Side(NamedTuple):
+    """One side of a packed batch: the queries or the keys."""
+
+    cu: Region  # (sequences + 1)
+    total: int  # tokens
+    longest: int  # an upper bound on the length of a sequence
+
+
+def packed_sides(packing: Any, q: Region, k: Region) -> tuple[Side, Side]:
+    """Queries and keys, of ``(1, H, T, D)`` views."""
+    return Side(packing.cu_q, q.shape[2], packing.max_q), Side(packing.cu_k, k.shape[2], packing.max_k)
+
+
+def packed_tiles(device: Device, own: Side, other: Side, tile: int) -> tuple[Region, int]:
+    """The list of ``wgsl/attention_tiles.wgsl`` for tiles of ``tile`` tokens of ``own``, and how many entries it has."""
+    sequences = own.cu.shape[0] - 1
+    entries = own.total // tile + sequences + 1
     tiles = device.empty((entries, 8), torch.int32)
-    kernel = device.kernel("attention_tiles", dtype=DTYPES[cu.dtype], other_dtype=DTYPES[other_cu.dtype])
-    parameters: tuple[Any, ...] = (
-        sequences, total, other_total, longest, other_longest, tile, entries, cu.strides[0], other_cu.strides[0],
+    kernel = device.kernel("attention_tiles", dtype=DTYPES[own.cu.dtype], other_dtype=DTYPES[other.cu.dtype])
+    parameters = (
+        sequences, own.total, other.total, own.longest, other.longest, tile, entries, own.cu.strides[0],
+        other.cu.strides[0],
     )  # fmt: skip
-    device.run(kernel, 1, parameters, cu=cu, other_cu=other_cu, tiles=tiles)
+    device.run(kernel, 1, parameters, cu=own.cu, other_cu=other.cu, tiles=tiles)
     return tiles, entries

@@ -4,19 +4,20 @@ A variant of a kernel (dtype, masks, head dim, tile sizes, tier) is a set of tem
 rendered text is plain WGSL for two compilers with two dialects: naga (wgpu) knows subgroups without an ``enable`` line and
 refuses it, Tint (browsers) requires it.
 
-A template declares what it binds with three functions, and so every kernel reads and writes its tensors the same way:
+A template declares what it binds with these functions, and so every kernel reads and writes its tensors the same way:
 
 ``{{ input("x", dtype, 4) }}``    binds x to read, four elements at a time, and defines ``load_x(i) -> vec4<f32>``
 ``{{ output("y", dtype, 4) }}``   binds y to write, and defines ``store_y(i, value)`` (``y`` may be read back by ``load_y``)
+``{{ scattered("y", "u16") }}``   binds y to write bits of one element at a time: ``put_y(i, bits)``
 ``{{ params("rows: u32, scale: f32") }}``   the numbers of a call, ``params.rows`` …, after all inputs and outputs
+``@compute @workgroup_size(256) {{ main() }}``   begins the entry point; ``workgroup`` and ``thread`` are its numbers
 
-dtypes are "f32", "f16", "bf16", "u32", "i32", "i64" (read as i32), and bits without meaning: "u8", "u16", "u64". WGSL has
-no 16-bit floats that every device knows: they lie in words, two each, and one thread owns both halves when it writes (so
-the width of a 16-bit output is 2, 4 or 8). ``i`` counts vectors of the given width from where the tensor begins; with
-width 1 it counts elements.
+dtypes are "f32", "f16", "bf16", "u32", "i32", "i64" (read as i32), and plain bits: "u8", "u16", "u64". Not every device has
+16-bit floats, so they are packed in pairs into 32-bit words, and the thread that writes a word writes both halves (so the
+width of a 16-bit output is 2 or 4). ``i`` counts vectors of the given width from the start of the tensor.
 
-How numbers are rounded to float16 is one more variable, ``native_half``: by the driver's ``pack2x16float``, on devices that
-were found to round to nearest even with it, or by bits, which is right everywhere and ten times as long.
+Another variable, ``native_half``, selects how to round to float16: with the driver's ``pack2x16float``, if a probe has shown
+that it rounds to nearest even, or with bit operations, which are right everywhere and ten times as long.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ DTYPES = {
     torch.uint8: "u8",
 }
 
-# A shader that says this, and not in a comment, uses subgroups.
+# Words that only shaders with subgroups contain, outside comments.
 _USES_SUBGROUPS = ("subgroup", "quadSwap", "quadBroadcast")
 _COMMENT = re.compile(r"//.*")
 _FORMATS = {"u32": "I", "i32": "i", "f32": "f"}
@@ -60,8 +61,8 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A rendered shader, and how to call it."""
+class Kernel:
+    """One variant of a kernel family: rendered WGSL, and how to call it."""
 
     name: str
     text: str
@@ -76,19 +77,19 @@ class Source:
             raise RuntimeError(f"{self.name}: parameters {tuple(parameters)}: {error}") from error
 
 
-def render(name: str, dialect: str = NAGA, native_half: bool = False, **variant: Any) -> Source:
+def render(name: str, dialect: str = NAGA, native_half: bool = False, **variant: Any) -> Kernel:
     """The WGSL of kernel family ``name``, the file ``wgsl/<name>.wgsl``, in one variant."""
     declarations = _Declarations(native_half)
-    body = (
-        _environment()
-        .get_template(f"{name}.wgsl")
-        .render(input=declarations.input, output=declarations.output, params=declarations.params, **variant)
-    )
+    template = _environment().get_template(f"{name}.wgsl")
+    body = template.render(
+        input=declarations.input, output=declarations.output, scattered=declarations.scattered,
+        params=declarations.params, main=_main, **variant,
+    )  # fmt: skip
     if dialect == TINT and any(word in _COMMENT.sub("", body) for word in _USES_SUBGROUPS):
         # The lanes that share a row take every branch together: Tint cannot see that.
         body = "enable subgroups;\ndiagnostic(off, subgroup_uniformity);\n" + body
     packed = struct.Struct("<" + "".join(_FORMATS[kind] for kind in declarations.fields.values()))
-    return Source(name, body, tuple(declarations.buffers), packed, b"\0" * (-packed.size % 16))
+    return Kernel(name, body, tuple(declarations.buffers), packed, b"\0" * (-packed.size % 16))
 
 
 @functools.lru_cache(maxsize=1)
@@ -104,8 +105,18 @@ def _environment() -> jinja2.Environment:
     )
 
 
+def _main(subgroup_lane: bool = False) -> str:
+    """The head of the entry point. ``workgroup`` undoes `device.spread`; ``thread`` counts within the workgroup."""
+    more = ", @builtin(subgroup_invocation_id) subgroup_lane: u32" if subgroup_lane else ""
+    return (
+        "fn main(@builtin(workgroup_id) workgroup_id: vec3<u32>, @builtin(num_workgroups) num_workgroups: vec3<u32>,\n"
+        f"        @builtin(local_invocation_index) thread: u32{more}) {{\n"
+        "    let workgroup = workgroup_id.x + workgroup_id.y * num_workgroups.x;"
+    )
+
+
 class _Declarations:
-    """What one template binds, numbered in the order it says so."""
+    """What one template binds, in order."""
 
     def __init__(self, native_half: bool) -> None:
         self.buffers: list[Buffer] = []
@@ -119,8 +130,24 @@ class _Declarations:
     def output(self, name: str, dtype: str, width: int = 1) -> str:
         return self._declare(name, dtype, width, written=True)
 
+    def scattered(self, name: str, dtype: str) -> str:
+        """Bits to write one element at a time, in any order: defines ``put_<name>(i, bits)``."""
+        binding, start = len(self.buffers) + 1, f"params.{name}_start"
+        self.buffers.append(Buffer(name, True, 1))
+        if dtype in ("u32", "u64"):
+            item, value, put = _layout(name, dtype, 1)[0], _layout(name, dtype, 1)[2], f"{name}[{start} + i] = bits;"
+        else:
+            size = int(dtype[1:])
+            item, value, at = "atomic<u32>", "u32", f"&{name}[({start} + i) / {32 // size}u]"
+            shift = f"let shift = ({start} + i) % {32 // size}u * {size}u;"
+            put = f"{shift} atomicAnd({at}, ~({2**size - 1}u << shift)); atomicOr({at}, bits << shift);"
+        return (
+            f"@group(0) @binding({binding}) var<storage, read_write> {name}: array<{item}>;\n"
+            f"fn put_{name}(i: u32, bits: {value}) {{ {put} }}\n"
+        )
+
     def params(self, fields: str = "") -> str:
-        """Closes the declarations: every buffer's start joins the parameters."""
+        """Ends the declarations. The start of each tensor in its buffer is a parameter too."""
         for one in filter(None, (part.strip() for part in fields.split(","))):
             name, kind = (word.strip() for word in one.split(":"))
             if kind not in _FORMATS or name in self.fields:
@@ -190,8 +217,8 @@ def _helpers_of(dtype: str, written: bool) -> tuple[str, ...]:
 
 _HELPERS = {
     "unpack_f16": "fn unpack_f16(word: u32) -> vec2<f32> { return unpack2x16float(word); }",
-    # WGSL leaves the rounding of pack2x16float to the driver, and values too large for it to anybody: this rounds to
-    # nearest even, keeps NaN and gives infinity beyond 65504, on every device.
+    # WGSL defines neither how pack2x16float rounds nor what it makes of values that are too large. This rounds to nearest
+    # even, keeps NaN and gives infinity above 65504, on every device.
     "pack_f16": """fn half_bits(x: f32) -> u32 {
     let bits = bitcast<u32>(x);
     let sign = (bits >> 16u) & 0x8000u;
@@ -214,14 +241,14 @@ _HELPERS = {
 fn pack_f16(value: vec2<f32>) -> u32 { return half_bits(value.x) | (half_bits(value.y) << 16u); }""",
     "unpack_bf16": "fn unpack_bf16(word: u32) -> vec2<f32> "
     "{ return vec2<f32>(bitcast<f32>(word << 16u), bitcast<f32>(word & 0xffff0000u)); }",
-    # To nearest even, in the upper half of a word; a NaN stays one, whatever its low bits. Few instructions and no branch:
-    # they are what a kernel that writes bfloat16 spends most on.
+    # Rounds to nearest even, into the upper half of a word; NaN stays NaN. Few instructions and no branch: kernels that
+    # write bfloat16 spend most of their time here.
     "pack_bf16": """fn brain_bits(x: f32) -> u32 {
     let bits = bitcast<u32>(x);
     return select(bits + 0x7fffu + extractBits(bits, 16u, 1u), bits | 0x400000u, (bits & 0x7fffffffu) > 0x7f800000u);
 }
 fn pack_bf16(value: vec2<f32>) -> u32 { return (brain_bits(value.x) >> 16u) | (brain_bits(value.y) & 0xffff0000u); }""",
-    # Ids and lengths: whatever does not fit 32 bits is out of every range anyway.
+    # For ids and lengths: numbers that do not fit 32 bits are out of range anyway, and become the lowest i32.
     "narrow_i64": """fn narrow_i64(words: vec2<u32>) -> i32 {
     let low = bitcast<i32>(words.x);
     let fits = bitcast<i32>(words.y) == (low >> 31u);

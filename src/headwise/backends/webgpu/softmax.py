@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from headwise.backends.webgpu import rows
-from headwise.backends.webgpu.array import launcher
-from headwise.backends.webgpu.runtime import Device
+from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.storage import Region
 
 
-@launcher
-def softmax_forward(device: Device, x: Region) -> Region:
-    return _softmax(device, {"x": x})
+def softmax_forward(device: Device, args: Any) -> Region:
+    return _softmax(device, {"x": args.x}, rows.softmax_words(args.x.dtype))
 
 
-@launcher
-def softmax_backward(device: Device, probs: Region, grad: Region) -> Region:
-    return _softmax(device, {"p": probs, "g": grad})
+def softmax_backward(device: Device, args: Any) -> Region:
+    return _softmax(device, {"p": args.probs, "g": args.grad}, rows.words(args.probs.dtype, 2))
 
 
-def _softmax(device: Device, inputs: dict[str, Region]) -> Region:
+def _softmax(device: Device, inputs: dict[str, Region], words: int) -> Region:
     first = next(iter(inputs.values()))
     y = device.empty(first.shape, first.dtype)
-    if y.numel == 0:
-        return y
-    matrices = {name: rows.as_rows(device, x) for name, x in inputs.items()}
-    width = first.shape[-1]
-    words = rows.words(first.dtype, 2) if len(inputs) == 2 else rows.softmax_words(first.dtype)
-    tile = rows.tile(device, width, words)
-    at = rows.layout(device, tile, *matrices.values())
-    result = y.with_shape((at.rows, width))
-    rows.run(device, "softmax", at, (), {"backward": len(inputs) == 2}, matrices, "y", result, {})
+    if y.numel:
+        matrices = {name: rows.as_rows(device, x) for name, x in inputs.items()}
+        at = rows.layout(device, rows.tile(device, first.shape[-1], words), *matrices.values())
+        result = {"y": y.with_shape((at.rows, at.width))}
+        rows.RowKernel("softmax", at, {"backward": "g" in inputs}, matrices, result, {}).run(device, ())
     return y

@@ -1,9 +1,8 @@
-"""Memory of the GPU: a pool of buffers, and views of them with shape, strides and dtype."""
+"""Memory of the GPU: a pool of buffers, and strided views of them."""
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,34 +19,42 @@ class OutOfMemory(RuntimeError):
 
 
 class Storage:
-    """A buffer on loan from the pool: it goes back when nobody refers to it any more."""
+    """A buffer on loan from a pool. It goes back when nobody refers to it any more."""
 
-    __slots__ = ("buffer", "last_use", "pool", "size")
+    __slots__ = ("buffer", "busy_until", "pool", "size")
 
-    def __init__(self, pool: Pool, buffer: Any, size: int) -> None:
-        self.pool, self.buffer, self.size = pool, buffer, size
-        self.last_use = -1  # the recording that used it last
+    buffer: Any
+    size: int
+    pool: Pool
+    busy_until: int  # number of the last command buffer in which earlier owners may use the buffer
 
     def __del__(self) -> None:
-        # Called by whatever thread lets go of the last reference: appending is all that is safe to do here.
-        self.pool.returned.append((self.size, self.buffer, self.last_use))
+        # Runs in the thread that drops the last reference, whichever that is: nothing but an append is safe here.
+        self.pool.free[self.size].append((self.buffer, self.pool.submission))
 
 
 class Pool:
-    """Buffers by size class. A buffer keeps its place in line: what reuses it runs after what used it before."""
+    """Buffers by size class. The GPU runs commands in order, so a buffer can be lent again at once."""
 
-    def __init__(self, device: Any, most_bytes: int, what_most: str, submit: Callable[[], None]) -> None:
-        self._device, self._submit = device, submit
-        self._most, self._what_most = most_bytes, what_most
-        self._free: dict[int, list[tuple[Any, int]]] = defaultdict(list)
-        self.returned: deque[tuple[int, Any, int]] = deque()
-        # All buffers, lent or free. A storage may die in a cycle of references; the collector would end its buffer
-        # with it, and what comes back to the pool would be a buffer without memory.
-        self._buffers: dict[int, Any] = {}
-        self.allocated = 0  # bytes, in use and free
+    def __init__(self, most_bytes: int, name: str) -> None:
+        """most_bytes: of one buffer. name: of the device, for messages."""
+        self._most, self._name = most_bytes, name
+        self.free: dict[int, list[tuple[Any, int]]] = defaultdict(list)
+        self.submission = 0  # number of the command buffer that is being recorded
 
     def take(self, nbytes: int) -> Storage:
-        return self.take_again(self._size_of(nbytes))
+        size = self._size_of(nbytes)
+        free = self.free[size]
+        return self._lend(size, *(free.pop() if free else (self.allocate(size), -1)))
+
+    def _lend(self, size: int, buffer: Any, busy_until: int) -> Storage:
+        storage = Storage()
+        storage.buffer, storage.size, storage.pool, storage.busy_until = buffer, size, self, busy_until
+        return storage
+
+    def allocate(self, size: int) -> Any:
+        """A new buffer."""
+        raise NotImplementedError
 
     def _size_of(self, nbytes: int) -> int:
         size = _size_class(nbytes)
@@ -55,33 +62,52 @@ class Pool:
             size = (nbytes + 255) // 256 * 256
         if size > self._most:
             raise OutOfMemory(
-                f"a tensor of {nbytes} bytes is larger than one buffer may be on {self._what_most}: "
+                f"a tensor of {nbytes} bytes is larger than one buffer may be on {self._name}: "
                 f"{self._most} bytes. Split the batch, or use backend='cpu'"
             )
         return size
 
-    def take_again(self, size: int) -> Storage:
-        """A buffer of a size that an earlier one has."""
-        if self.returned:
-            self._collect()
-        free = self._free[size]
-        if free:
-            buffer, last_use = free.pop()
-            storage = Storage(self, buffer, size)
-            storage.last_use = last_use
-            return storage
-        return Storage(self, self._allocate(size), size)
 
-    def _allocate(self, size: int) -> Any:
+class StandIns(Pool):
+    """Numbers in place of buffers, for a launcher that is recorded.
+
+    A buffer that the launcher drops is lent again, so a record needs no more memory than the launcher does.
+    """
+
+    def __init__(self, most_bytes: int, name: str) -> None:
+        super().__init__(most_bytes, name)
+        self.sizes: list[int] = []  # of all buffers
+
+    def allocate(self, size: int) -> int:
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def stand_in(self, size: int) -> Storage:
+        """A buffer of exactly this size: an argument's."""
+        return self._lend(size, self.allocate(size), -1)
+
+
+class GpuMemory(Pool):
+    """The buffers of a device."""
+
+    def __init__(self, gpu: Any, most_bytes: int, name: str, submit: Callable[[], None]) -> None:
+        super().__init__(most_bytes, name)
+        self._gpu, self._submit = gpu, submit
+        # All buffers, lent or free. They must outlive their storages: if a storage dies in a reference cycle, the garbage
+        # collector would destroy its buffer with it, and the pool would get a buffer without memory.
+        self._buffers: dict[int, Any] = {}
+        self.allocated = 0  # bytes, lent or free
+
+    def allocate(self, size: int) -> Any:
         try:
-            buffer = self._device.create_buffer(size=size, usage=USAGE)
+            buffer = self._gpu.create_buffer(size=size, usage=USAGE)
         except Exception:
-            self.trim()  # buffers of other sizes that nobody holds
+            self.trim()  # free buffers of other sizes
             try:
-                buffer = self._device.create_buffer(size=size, usage=USAGE)
+                buffer = self._gpu.create_buffer(size=size, usage=USAGE)
             except Exception as error:
                 raise OutOfMemory(
-                    f"{self._what_most} has no room for {size} more bytes ({self.allocated} are in use by Headwise): {error}"
+                    f"{self._name} has no room for {size} more bytes ({self.allocated} are in use by Headwise): {error}"
                 ) from error
         self.allocated += size
         self._buffers[id(buffer)] = buffer
@@ -89,23 +115,17 @@ class Pool:
 
     def trim(self) -> None:
         """Give the memory of free buffers back to the driver."""
-        self._submit()  # what is recorded may still read them
-        self._collect()
-        for size, buffers in self._free.items():
-            for buffer, _ in buffers:
+        self._submit()  # recorded commands may still read them
+        for size, free in list(self.free.items()):
+            while free:
+                buffer, _ = free.pop()
                 buffer.destroy()
                 del self._buffers[id(buffer)]
                 self.allocated -= size
-        self._free.clear()
-
-    def _collect(self) -> None:
-        while self.returned:
-            size, buffer, last_use = self.returned.popleft()
-            self._free[size].append((buffer, last_use))
 
 
 def _size_class(nbytes: int) -> int:
-    """Powers of two and three steps between them: at most a quarter of a large buffer is unused."""
+    """Powers of two, and three steps between each two: at most a fifth of a large buffer is unused."""
     if nbytes <= _SMALLEST:
         return _SMALLEST
     power = 1 << ((nbytes - 1).bit_length() - 1)
@@ -113,47 +133,16 @@ def _size_class(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-_numbers: dict[tuple[Any, ...], int] = {}
-_next_number = itertools.count()
-_MOST_NUMBERS = 16384
-
-
-def numbered(facts: tuple[Any, ...]) -> int:
-    """The number of a layout, or of a call. What was forgotten gets another number, and no number is given twice."""
-    number = _numbers.get(facts)
-    if number is None:
-        if len(_numbers) >= _MOST_NUMBERS:
-            _numbers.clear()
-        number = _numbers[facts] = next(_next_number)
-    return number
-
-
 class Region:
-    """A strided view of a storage: what a kernel's argument is. Offset and strides count elements."""
+    """A strided view of a storage: a kernel's argument. Offset and strides count elements."""
 
-    __slots__ = ("_key", "dtype", "offset", "shape", "storage", "strides")
+    __slots__ = ("dtype", "offset", "shape", "storage", "strides")
 
     def __init__(
         self, storage: Storage, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int = 0
     ) -> None:
         self.storage, self.dtype, self.offset = storage, dtype, offset
         self.shape, self.strides = tuple(shape), tuple(strides)
-        self._key: int | None = None
-
-    @property
-    def key(self) -> int:
-        """A number for all that a launcher may know of it: those of two regions are equal only where these are."""
-        if self._key is None:
-            size = 0 if self.storage is None else self.storage.size
-            self._key = numbered((self.dtype, self.shape, self.strides, self.offset, size))
-        return self._key
-
-    def on(self, storage: Storage | None) -> Region:
-        """The same view of other memory of the same size."""
-        made = Region.__new__(Region)
-        made.storage, made.dtype, made.offset = storage, self.dtype, self.offset  # type: ignore[assignment]
-        made.shape, made.strides, made._key = self.shape, self.strides, self.key
-        return made
 
     @property
     def numel(self) -> int:
@@ -168,10 +157,9 @@ class Region:
 
     @property
     def contiguous(self) -> bool:
-        return self.strides == contiguous_strides(self.shape) or self.numel <= 1 or self._dense_but_for_ones()
-
-    def _dense_but_for_ones(self) -> bool:
-        """Dense, whatever the strides of dims of size 1."""
+        """Contiguous; strides of dims of size 1 do not matter."""
+        if self.numel <= 1:
+            return True
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1:
@@ -180,6 +168,11 @@ class Region:
                 expected *= size
         return True
 
+    @property
+    def broadcast_strides(self) -> tuple[int, ...]:
+        """The strides, 0 for dims of size 1."""
+        return tuple(0 if size == 1 else stride for size, stride in zip(self.shape, self.strides, strict=True))
+
     def span(self) -> tuple[int, int]:
         """First element and one past the last that the view touches, counted from the start of the storage."""
         if self.numel == 0:
@@ -187,19 +180,58 @@ class Region:
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return self.offset, self.offset + last + 1
 
+    def span_bytes(self) -> int:
+        low, high = self.span()
+        return (high - low) * self.itemsize
+
     def narrow(self, dim: int, start: int, length: int) -> Region:
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
         return Region(self.storage, self.dtype, shape, self.strides, self.offset + start * self.strides[dim])
 
+    def narrow_broadcast(self, dim: int, start: int, length: int) -> Region:
+        """As `narrow`; a dim of size 1 stays: all entries share it."""
+        return self.narrow(dim, start, length) if self.shape[dim] > 1 else self
+
     def with_shape(self, shape: Sequence[int], strides: Sequence[int] | None = None) -> Region:
         """Other sizes over the same elements; strides of a contiguous tensor where none are given."""
-        return Region(
-            self.storage, self.dtype, shape, contiguous_strides(shape) if strides is None else strides, self.offset
-        )
+        strides = contiguous_strides(shape) if strides is None else strides
+        return Region(self.storage, self.dtype, shape, strides, self.offset)
 
-    def as_dtype(self, dtype: torch.dtype) -> Region:
-        """The same bits read as another dtype of the same size."""
-        return Region(self.storage, dtype, self.shape, self.strides, self.offset)
+    def with_leading(self, dims: int) -> Region:
+        """The same with dims of size 1 in front, ``dims`` in all."""
+        missing = dims - len(self.shape)
+        return self if missing <= 0 else self.with_shape((1,) * missing + self.shape, (0,) * missing + self.strides)
+
+    def permuted(self, order: Sequence[int]) -> Region:
+        return self.with_shape([self.shape[d] for d in order], [self.strides[d] for d in order])
+
+    def as_words(self) -> Region:
+        """The same memory in words of 32 bits. Rows are dense, begin at a word and are whole words long."""
+        *outer, width = (size * self.itemsize // 4 for size in (*self.strides[:-1], self.shape[-1]))
+        offset = self.offset * self.itemsize // 4
+        return Region(self.storage, torch.int32, (*self.shape[:-1], width), (*outer, 1), offset)
+
+    def flat(self) -> Region:
+        """The elements of a contiguous view in one dim."""
+        return self.with_shape((self.numel,))
+
+
+class Layout:
+    """Everything about an array but its memory. Unique per device: equal layouts are the same object."""
+
+    __slots__ = ("__weakref__", "dtype", "offset", "shape", "size", "strides", "wrapper")
+
+    def __init__(
+        self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, size: int
+    ) -> None:
+        self.dtype, self.shape, self.strides, self.offset = dtype, shape, strides, offset
+        self.size = size  # bytes of the storage: it decides how kernels bind it
+        # Arguments of PyTorch's `_make_wrapper_subclass`: twice as fast without strides, and faster without keywords.
+        layout = (None, None) if offset == 0 and strides == contiguous_strides(shape) else (strides, offset)
+        self.wrapper = (shape, *layout, None, dtype, torch.strided, torch.device("meta"))
+
+    def on(self, storage: Storage) -> Region:
+        return Region(storage, self.dtype, self.shape, self.strides, self.offset)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

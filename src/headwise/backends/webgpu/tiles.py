@@ -1,10 +1,10 @@
-"""How large a piece of a kernel's work a workgroup takes: data in ``tiles.json``, never searched in a user's process.
+"""Tile sizes of the attention kernels: data in ``tiles.json``, never searched in a user's process.
 
-The file maps a kernel and a class of adapters to a list of tiles, largest first. The first one is taken that is made for
-heads as wide, fits the adapter's limits and gives the whole machine something to do; where none is listed, `default_forward`
-makes one from the limits alone.
+The file maps a kernel and a class of adapters to a list of tiles, largest first. The first one is used that is meant for
+the head dim, fits the adapter's limits and keeps the whole GPU busy; if none is listed, `default_forward` makes one from
+the limits alone.
 
-Classes, most special first: ``"<vendor> subgroups"``, ``"subgroups"`` with them; ``"<vendor> plain"``, ``"plain"`` without.
+Classes, most specific first: ``"<vendor> subgroups"``, ``"subgroups"`` with them; ``"<vendor> plain"``, ``"plain"`` without.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headwise.backends.webgpu import runtime
 from headwise.backends.webgpu.adapter import FLOOR_WORKGROUP_MEMORY, Capabilities
+from headwise.config import settings
 
 FILE = Path(__file__).with_name("tiles.json")
 VENDORS = {0x10DE: "nvidia", 0x1002: "amd", 0x8086: "intel", 0x106B: "apple", 0x5143: "qualcomm", 0x13B5: "arm"}
 
-# Rows that a float32 sum may have in one chain of additions. Rounding grows with the chain: where values have a mean of one
+# Rows that a float32 sum may add in one chain. The rounding error grows with the chain: for values with a mean of one
 # standard deviation, 1024 rows take up to 1.2 times the error budget, and 512 take 0.6 of it.
 CHAIN = 512
 
-# Registers for q and out of a lane, in floats: more than this spills on some GPU.
+# Registers of a lane for q and out: more than this spills on some GPUs.
 _MOST_REGISTERS = 160
 
 
-class Tile(NamedTuple):
-    """Of ``wgsl/attention_forward.wgsl``, template variables of the same names."""
+class ForwardTile(NamedTuple):
+    """Template variables of ``wgsl/attention_forward.wgsl``."""
 
     rows: int  # of queries that a team of lanes shares
     lanes: int  # of a team
@@ -51,43 +51,48 @@ class Tile(NamedTuple):
         of_a_key = sum(-(-vectors // self.lanes) * self.lanes for vectors in (q_vectors, v_vectors))
         exchanged = 0
         if not subgroups:
-            told = self.rows - (self.rows == self.lanes) + 1  # products of rows, and weights
-            exchanged = 4 * self.threads * (told * self.unroll + 1)
+            numbers = self.rows - (self.rows == self.lanes) + 1  # products of rows, and weights
+            exchanged = 4 * self.threads * (numbers * self.unroll + 1)
         return 16 * self.keys * of_a_key + exchanged
 
     def registers(self, q_vectors: int, v_vectors: int) -> int:
         return 4 * self.rows * sum(-(-vectors // self.lanes) for vectors in (q_vectors, v_vectors))
 
 
-_forced: dict[str, Tile] = {}
+_forced: dict[str, ForwardTile] = {}
 
 
 @contextmanager
-def forced(kernel: str, tile: Tile) -> Iterator[None]:
-    """Within the block every call of ``kernel`` works in this tile, whatever the file says: for measuring."""
-    plans = runtime.device().plans  # calls that would be replayed in the tile they had before
-    plans.clear()
+def forced(kernel: str, tile: ForwardTile) -> Iterator[None]:
+    """Within the block every call of ``kernel`` uses this tile, whatever the file says: for measuring."""
     _forced[kernel] = tile
+    settings.changed()  # records with other tiles must not be replayed
     try:
         yield
     finally:
         del _forced[kernel]
-        plans.clear()
+        settings.changed()
 
 
-def forward(capabilities: Capabilities, bits: int, q_vectors: int, v_vectors: int, queries: int, heads: int) -> Tile:
-    """For q and v of rows of so many vectors of four elements, and ``queries`` rows in each of ``heads`` heads."""
+def forward(
+    capabilities: Capabilities, bits: int, q_vectors: int, v_vectors: int, queries: int, heads: int
+) -> ForwardTile:
+    """The tile for rows of q and v of this many vectors, and ``queries`` rows in each of ``heads`` heads."""
     return _forced.get("attention_forward") or _forward(capabilities, bits, q_vectors, v_vectors, queries, heads)
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward(capabilities: Capabilities, bits: int, q_vectors: int, v_vectors: int, queries: int, heads: int) -> Tile:
+def _forward(
+    capabilities: Capabilities, bits: int, q_vectors: int, v_vectors: int, queries: int, heads: int
+) -> ForwardTile:
     subgroups = capabilities.tier >= "C"
     enough = busy(capabilities)
-    listed = [Tile(**entry) for entry in rows("attention_forward", capabilities, bits, max(q_vectors, v_vectors))]
+    known = [
+        ForwardTile(**entry) for entry in listed("attention_forward", capabilities, bits, max(q_vectors, v_vectors))
+    ]
     fitting = [
         tile
-        for tile in listed
+        for tile in known
         if tile.memory(q_vectors, v_vectors, subgroups) <= capabilities.workgroup_memory
         and tile.threads <= capabilities.workgroup_threads
         and (not subgroups or tile.lanes * tile.apart <= capabilities.subgroup_size)
@@ -102,19 +107,19 @@ def _forward(capabilities: Capabilities, bits: int, q_vectors: int, v_vectors: i
 
 
 def chain(dtype: torch.dtype, rows: int) -> int:
-    """After how many rows a sum over ``rows`` goes to memory and begins anew, 0 for never: 16 bits need no such care."""
+    """Rows after which a sum over ``rows`` goes to memory and starts again; 0 for never, as always with 16 bits."""
     return CHAIN if dtype == torch.float32 and rows > CHAIN else 0
 
 
-def default_forward(capabilities: Capabilities, q_vectors: int, v_vectors: int) -> Tile:
-    """A tile for any heads up to 512 that fits what every adapter of the tier has."""
+def default_forward(capabilities: Capabilities, q_vectors: int, v_vectors: int) -> ForwardTile:
+    """A tile for any head dim up to 512 that fits every adapter of the tier."""
     subgroups = capabilities.tier >= "C"
     widest = max(q_vectors, v_vectors)
     most_lanes = min(capabilities.subgroup_size, 32) if subgroups else 32
     lanes = 4
     while lanes < most_lanes and -(-widest // lanes) > 4:
         lanes *= 2
-    tile = Tile(rows=4, lanes=lanes, threads=128 if subgroups else 64, keys=32, unroll=8 if subgroups else 4)
+    tile = ForwardTile(rows=4, lanes=lanes, threads=128 if subgroups else 64, keys=32, unroll=8 if subgroups else 4)
     while tile.rows > 1 and tile.registers(q_vectors, v_vectors) > _MOST_REGISTERS:
         tile = tile._replace(rows=tile.rows // 2)
     memory = min(capabilities.workgroup_memory, FLOOR_WORKGROUP_MEMORY)
@@ -129,16 +134,14 @@ def default_forward(capabilities: Capabilities, q_vectors: int, v_vectors: int) 
 # ----------------------------------------------------------------------------------------------------------- the file
 
 
-def rows(kernel: str, capabilities: Capabilities, bits: int, vectors: int) -> list[dict[str, Any]]:
-    """What the file lists for a kernel on this adapter and heads of ``vectors`` vectors of four, less the conditions."""
-    listed: list[dict[str, Any]] = []
+def listed(kernel: str, capabilities: Capabilities, bits: int, vectors: int) -> list[dict[str, Any]]:
+    """The file's tiles for a kernel on this adapter and heads of ``vectors`` vectors of four, without their conditions."""
     for name in classes(capabilities):
         entries = table()["tiles"].get(kernel, {}).get(name, [])
         fitting = [e for e in entries if e["from"] <= 4 * vectors <= e["to"] and e.get("bits", bits) == bits]
         if fitting:
-            listed = [{k: v for k, v in e.items() if k not in ("from", "to", "bits")} for e in fitting]
-            break
-    return listed
+            return [{k: v for k, v in e.items() if k not in ("from", "to", "bits")} for e in fitting]
+    return []
 
 
 def classes(capabilities: Capabilities) -> list[str]:
@@ -147,7 +150,7 @@ def classes(capabilities: Capabilities) -> list[str]:
 
 
 def busy(capabilities: Capabilities) -> int:
-    """Workgroups that keep the machine busy. WebGPU does not say how many processors there are: the file has a guess."""
+    """Workgroups that keep the GPU busy. WebGPU does not tell the number of processors: the file has a guess."""
     guesses = table()["workgroups"]
     return int(guesses.get(VENDORS.get(capabilities.vendor, "other"), guesses["other"]))
 

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-import torch
+from typing import Any
 
 from headwise.backends.webgpu import copies, rows
-from headwise.backends.webgpu.array import launcher
-from headwise.backends.webgpu.runtime import Device
+from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.storage import Region
 
-ACROSS = 8  # of 32 threads, those side by side in a row: reads of as many vectors, writes of 32 / ACROSS
+ACROSS = 8  # of 32 threads, those side by side in a row: they read 8 vectors in a row, and write 32 / 8
 
 _BLOCKS = 16  # on a side of a tile
 _TILE = 32  # elements on a side of a tile where there are no blocks
-_STEP = 256  # elements: where a matrix is cut, whole tiles and words stay whole
+_STEP = 256  # elements: cuts of a matrix are at multiples of this, which are whole tiles and words
 
 
-@launcher
-def transpose_forward(device: Device, x: Region) -> Region:
+def transpose_forward(device: Device, args: Any) -> Region:
+    x = args.x
     count, width = x.shape[-2:]
     shape = (*x.shape[:-2], width, count)
     if x.numel == 0:
         return device.empty(shape, x.dtype)
-    if x.strides[-2] == 1 and x.strides[-1] != 1:  # what is asked for lies there already, row by row
+    if x.strides[-2] == 1 and x.strides[-1] != 1:  # the memory already is the transpose
         return copies.copied(device, x.with_shape(shape, (*x.strides[:-2], x.strides[-1], 1)))
     matrices = _matrices(device, x)
     per_word = max(1, 4 // x.itemsize)
@@ -34,7 +32,7 @@ def transpose_forward(device: Device, x: Region) -> Region:
     if padded == count:
         return y.with_shape(shape)
     result = device.empty(shape, x.dtype)
-    copies.copy_into(device, y, result.with_shape((matrices.shape[0], width, count)))
+    copies.copy_into(device, y.narrow(2, 0, count), result.with_shape((matrices.shape[0], width, count)))
     return result
 
 
@@ -51,7 +49,7 @@ def _matrices(device: Device, x: Region) -> Region:
 
 
 def _turn(device: Device, x: Region, y: Region) -> None:
-    """y ``(batch, columns, rows)``: its rows are whole words, the last one may be padded."""
+    """Transpose x into y ``(batch, columns, rows)``, whose rows are padded to whole words."""
     element = x.itemsize
     blocks = _in_blocks(x)
     kernel = device.kernel("transpose", bytes=element, blocks=blocks, across=ACROSS)
@@ -59,42 +57,29 @@ def _turn(device: Device, x: Region, y: Region) -> None:
     per_word = max(1, 4 // element)
     for source, target in _pieces(device, x, y):
         batch, count, width = source.shape
-        x_strides, y_strides = _strides(source), _strides(target)
+        x_strides, y_strides = source.broadcast_strides, target.broadcast_strides
         row_tiles, column_tiles = -(-count // side), -(-width // side)
         tiles = batch * row_tiles * column_tiles
         sizes = (count, width, row_tiles, column_tiles, tiles)
         if blocks:
             vector = 16 // element
             strides = tuple(s // vector for s in (*x_strides[:2], *y_strides[:2]))
-            source, target = _as_words(source), _as_words(target)
+            source, target = source.as_words(), target.as_words()
         else:
             strides = (*x_strides, y_strides[0] // per_word, y_strides[1] // per_word)
         device.run(kernel, tiles, (*sizes, *strides), x=source, y=target)
-
-
-def _strides(x: Region) -> tuple[int, ...]:
-    """Those of dims that have more than one entry."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.strides, strict=True))
 
 
 def _in_blocks(x: Region) -> bool:
     """Are the rows of x, and those of its transpose, whole vectors that begin at whole vectors?"""
     vector = 16 // x.itemsize
     _, count, width = x.shape
-    numbers = (count, width, x.offset, *_strides(x)[:2])
+    numbers = (count, width, x.offset, *x.broadcast_strides[:2])
     return x.strides[2] == 1 and not any(n % vector for n in numbers)
 
 
-def _as_words(x: Region) -> Region:
-    """The same memory, counted in words."""
-    element = x.itemsize
-    shape = (*x.shape[:-1], x.shape[-1] * element // 4)
-    strides = (*(s * element // 4 for s in x.strides[:-1]), 1)
-    return Region(x.storage, torch.int32, shape, strides, x.offset * element // 4)
-
-
 def _pieces(device: Device, x: Region, y: Region) -> Iterator[tuple[Region, Region]]:
-    """Both, cut where one binding does not hold them: into fewer matrices, or into blocks of a matrix."""
+    """x and y, cut into fewer matrices or into blocks of a matrix if they are larger than a binding."""
     most = device.capabilities.binding_bytes
     if x.storage.size <= most and y.storage.size <= most:
         yield x, y
@@ -121,6 +106,6 @@ def _pieces(device: Device, x: Region, y: Region) -> Iterator[tuple[Region, Regi
 
 
 def _cut(room: int, stride: int) -> int:
-    """Rows that so many elements hold."""
+    """Rows that fit ``room`` elements, rounded down to whole steps."""
     held = max(1, room // max(1, stride))
     return held // _STEP * _STEP or max(1, held // 16 * 16 or held // 4 * 4)

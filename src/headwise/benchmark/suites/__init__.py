@@ -6,11 +6,12 @@ import importlib
 
 from headwise.benchmark.case import BenchSuite
 
-# Imported by name when asked for: a suite may need packages (a peer, a driver) that this machine lacks.
+# Imported on demand: a suite may need packages that are not installed here.
 SUITES: dict[str, str] = {
     "cpu": "headwise.benchmark.suites.cpu",
     "cuda": "headwise.benchmark.suites.cuda",
     "hopper": "headwise.benchmark.suites.hopper",
+    "models": "headwise.benchmark.suites.models",
     "webgpu": "headwise.benchmark.suites.webgpu",
 }
 

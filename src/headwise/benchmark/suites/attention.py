@@ -1,10 +1,10 @@
-"""Attention cases: builders for any device, the SDPA peer, the work counted, and the truth of one head at a time."""
+"""Attention cases: builders for any device, the SDPA peer, the work counted, and the check of single heads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,6 @@ from torch import Tensor
 import headwise as hw
 from headwise.benchmark.case import BenchCase, Contender, Direction, Requirement
 from headwise.benchmark.correctness import WholeCheck, first_output, oracle
-from headwise.benchmark.timing import Timed
 from headwise.testing import Arguments, Maker, Outputs
 
 SDPA = "SDPA"
@@ -63,20 +62,24 @@ class Visibility(NamedTuple):
         return {"causal": self.causal, "window": self.window}
 
 
+BOTH: tuple[Direction, Direction] = ("forward", "backward")
+PATTERNS = {"full": Visibility(), "causal": Visibility(causal=True)}
+
+
 @dataclass(frozen=True)
 class HeadCheck:
-    """The truth of as many key heads (with their query heads) as are affordable, all rows, by the oracle.
+    """Checks all rows of as many key heads, with their query heads, as take a few seconds.
 
-    Heads do not touch each other, so a head's output and gradients are exact without the others. The oracle is given a
-    block of query rows at a time with the keys they may see and their mask, so that nothing S × S is ever held. Taken
-    from the last head down: a wrong offset spares head 0.
+    Heads are independent, so a head's output and gradients are exact without the others. The oracle computes a block of
+    query rows at a time, with the keys they see and their mask, so that no S × S tensor is ever held. The last heads
+    are checked, since a wrong offset often leaves head 0 right.
     """
 
     visibility: Visibility
     differentiable: tuple[str, ...]
     query_heads: slice
     key_heads: slice
-    # The argument's axis that counts heads, for slicing what belongs to the checked heads.
+    # The axis of the heads in each argument.
     head_axis: dict[str, int] = field(default_factory=lambda: {"q": 1, "k": 1, "v": 1, "sink": 0})
 
     def compute(self, arguments: Arguments, grad_out: Tensor | None) -> Outputs:
@@ -133,7 +136,7 @@ class HeadCheck:
             rows = slice(start, min(start + height, queries))
             seen = slice(int(low[rows][0]), max(int(low[rows][0]), int(high[rows][-1])))
             if seen.start == seen.stop:
-                continue  # rows that see nothing: zeros, which is what the results start from
+                continue  # rows that see no key: their results are zero already
             key = torch.arange(seen.start, seen.stop, device=device)
             first, past = (x[rows, None] for x in on_device)
             yield rows, seen, (key >= first) & (key < past)
@@ -141,7 +144,7 @@ class HeadCheck:
 
 _PAIRS_HELD = 1 << 22  # query-key pairs the oracle holds at once: 32 MiB per float64 array
 _PAIRS_HELD_ON_GPU = 1 << 27
-_PAIRS_CHECKED = 1 << 26  # and looks at in all: a few seconds of float64
+_PAIRS_CHECKED = 1 << 26  # query-key pairs it computes in all: a few seconds in float64
 
 
 def attention_case(
@@ -156,14 +159,13 @@ def attention_case(
     peers: tuple[Contender, ...] = (),
     requirements: tuple[Requirement, ...] = (),
     dtype: torch.dtype = torch.float32,
-    timed: Timed = "device",
     heads_inside: bool = False,
 ) -> BenchCase:
     """`headwise.attention` at a shape; ``features(maker)`` adds arguments (softcap, sink, kv_lengths).
 
-    heads_inside: q, k and v are views of ``(B, S, H, D)``, as a model's projections give them, and not ``(B, H, S, D)``.
+    heads_inside: q, k and v are views of ``(B, S, H, D)``, as the projections of a model give them.
 
-    The work counted is that of the shape and its visibility; a feature's own arithmetic counts as cost, not as work.
+    Counted is the work of the shape and its visibility, not a feature's own arithmetic.
     """
     batch, heads, key_heads, length, head_dim = shape
     pairs = visibility.pairs(length, length)
@@ -198,7 +200,6 @@ def attention_case(
         bytes=attention_bytes(shape, direction, dtype),
         requirements=requirements,
         dtype=dtype,
-        timed=timed,
     )
 
 
@@ -215,7 +216,7 @@ def packed_case(
     requirements: tuple[Requirement, ...] = (),
     dtype: torch.dtype = torch.float32,
 ) -> BenchCase:
-    """`headwise.attention_varlen` over documents of these lengths. Its oracle takes one document at a time: it fits."""
+    """`headwise.attention_varlen` over documents of these lengths. The oracle computes one document at a time."""
     tokens = sum(lengths)
     starts = torch.tensor([0, *lengths]).cumsum(0)
 
@@ -239,7 +240,7 @@ def packed_case(
         group=group,
         direction=direction,
         make=make,
-        ours=lambda arguments: lambda: cast(Tensor, hw.attention_varlen(**arguments)),
+        ours=lambda arguments: lambda: hw.attention_varlen(**arguments),
         check=WholeCheck(oracle("attention_varlen"), QKV),
         differentiable=QKV,
         peers=peers,
@@ -251,11 +252,11 @@ def packed_case(
 
 
 def ours(arguments: Arguments) -> Callable[[], Tensor]:
-    return lambda: cast(Tensor, hw.attention(**arguments))
+    return lambda: hw.attention(**arguments)
 
 
 def sdpa(arguments: Arguments) -> Callable[[], Tensor]:
-    """PyTorch's attention as its user would call it: `is_causal` where that says it all, else a dense boolean mask."""
+    """PyTorch's attention as a user would call it: `is_causal` where that is enough, else a dense boolean mask."""
     q, k, v = (arguments[name] for name in QKV)
     visibility = Visibility(arguments["causal"], arguments["window"])
     options: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
@@ -279,9 +280,9 @@ def sdpa_packed(arguments: Arguments) -> Callable[[], Tensor]:
 
 
 def plain(arguments: Arguments) -> Callable[[], Tensor]:
-    """Our own attention at the same shape without the features: the yardstick of what they cost."""
+    """Our own attention at the same shape without the features, to show what they cost."""
     kept = {name: arguments[name] for name in (*QKV, "causal", "window")}
-    return lambda: cast(Tensor, hw.attention(**kept))
+    return lambda: hw.attention(**kept)
 
 
 def attention_flops(pairs: int, head_dim: int, direction: Direction) -> float:

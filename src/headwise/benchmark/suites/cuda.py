@@ -1,14 +1,13 @@
-"""The suite of CUDA and ROCm GPUs: bfloat16 but where a case says otherwise. The targets are stated for one H200.
+"""The suite for CUDA and ROCm GPUs: bfloat16 unless a case says otherwise. The targets are for one H200.
 
-A group takes at most a few minutes there, so that a machine that is lent for minutes can do one (`--group`).
+One group (`--group`) takes at most a few minutes there.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -28,19 +27,21 @@ from headwise.benchmark.case import (
     TimeLimit,
     Within,
 )
-from headwise.benchmark.suites import training
+from headwise.benchmark.suites import dropout, linear_loss, pointwise, training
 from headwise.benchmark.suites.attention import (
+    BOTH,
+    PATTERNS,
     QKV,
-    SDPA,
     Shape,
     Visibility,
     attention_bytes,
     attention_case,
     attention_flops,
     packed_case,
-    sdpa,
 )
 from headwise.benchmark.suites.decode import CONTIGUOUS, Cache, contiguous_yardstick, decode_case
+from headwise.benchmark.suites.host import host_cases
+from headwise.benchmark.suites.norms import cuda_norm_cases
 from headwise.benchmark.suites.peers import (
     CUDNN,
     EFFICIENT,
@@ -56,14 +57,11 @@ from headwise.benchmark.timing import Plan, Timed
 from headwise.testing import Arguments
 
 BF16 = torch.bfloat16
-BOTH: tuple[Direction, Direction] = ("forward", "backward")
-PATTERNS = {"full": Visibility(), "causal": Visibility(causal=True)}
-
 TOKENS, MODEL_WIDTH = 16384, 2048  # B·S and H·D of the attention table
 DENSE, CAUSAL = "our dense", "our causal"
 
-# Terabytes per second, of the bytes that must move; rows of other widths may be 15 % slower. Softmax forward moves what
-# rms_norm forward moves, and is held to the same rate.
+# Required TB/s, counting the bytes that must move; other row widths may be 15 % slower. Softmax forward moves as much
+# as rms_norm forward and has the same target.
 RATES = {
     ("rms_norm", "forward"): 3.85,
     ("rms_norm", "backward"): 3.6,
@@ -72,10 +70,10 @@ RATES = {
 }
 OTHER_WIDTHS = 0.85
 WIDTHS = tuple(1 << n for n in range(7, 19))  # 128 … 262144
-ELEMENTS = 1 << 26  # of a tensor at each of these widths
+ELEMENTS = 1 << 26  # per tensor, at every width
 FEW_ROWS = ((64, 262144), (256, 65536))
 
-PACKED_SEQUENCES, PACKED_TOKENS = 64, 32768
+PACKED_SEQUENCES, PACKED_TOKENS, PACKED_HEADS, PACKED_HEAD_DIM = 64, 32768, 16, 128
 
 
 def cases(quick: bool) -> list[BenchCase]:
@@ -83,39 +81,40 @@ def cases(quick: bool) -> list[BenchCase]:
     return [
         *_attention(shrink),
         *_attention_float32(shrink),
+        *dropout.on_cuda(table_shape, shrink),
         *_packed(shrink),
         *_window(shrink),
         *_decode(shrink),
         *_rows(shrink),
+        *cuda_norm_cases(shrink, BF16),
         *_training_ops(shrink),
+        *_pointwise(shrink),
+        *_linear_loss(shrink),
         *_memory(shrink),
-        *_host_overhead(),
+        *host_cases(BF16),
     ]
 
 
 def _attention(shrink: int) -> list[BenchCase]:
-    return [
-        attention_case(
-            f"{pattern} S {length // shrink}",
-            f"attention D {head_dim}",
-            _shape(length, head_dim, shrink),
-            direction,
-            PATTERNS[pattern],
-            peers=(*sdpa_peers(FA2, CUDNN), flex_peer()),
-            requirements=(AtLeast(1.3, FA2), AtLeast(1.0, FLEX)),
-            dtype=BF16,
-        )
-        for head_dim, direction, pattern, length in product((64, 128, 256), BOTH, PATTERNS, (512, 2048, 8192, 16384))
-    ]
+    peers = (*sdpa_peers(FA2, CUDNN), flex_peer())
+    requirements = (AtLeast(1.3, FA2), AtLeast(1.0, FLEX))
+    return [attention_case(*row, peers=peers, requirements=requirements, dtype=BF16) for row in attention_table(shrink)]
+
+
+def attention_table(shrink: int) -> Iterator[tuple[str, str, Shape, Direction, Visibility]]:
+    """Name, group, shape, direction and visibility of every case that this suite shares with ``hopper``."""
+    for head_dim, direction, pattern, length in product((64, 128, 256), BOTH, PATTERNS, (512, 2048, 8192, 16384)):
+        shape = table_shape(length, head_dim, shrink)
+        yield f"{pattern} S {shape.length}", f"attention D {head_dim}", shape, direction, PATTERNS[pattern]
 
 
 def _attention_float32(shrink: int) -> list[BenchCase]:
-    """At least 1.5 times as fast as the better of two is the same as 1.5 times as fast as each."""
+    """1.5 times as fast as the faster of two peers: the same as 1.5 times as fast as each."""
     return [
         attention_case(
             f"{pattern} S {length // shrink} D {head_dim}",
             "attention float32",
-            _shape(length, head_dim, shrink),
+            table_shape(length, head_dim, shrink),
             direction,
             PATTERNS[pattern],
             peers=sdpa_peers(EFFICIENT, MATH),
@@ -126,13 +125,13 @@ def _attention_float32(shrink: int) -> list[BenchCase]:
     ]
 
 
-def _shape(length: int, head_dim: int, shrink: int) -> Shape:
+def table_shape(length: int, head_dim: int, shrink: int) -> Shape:
     heads = MODEL_WIDTH // head_dim
     return Shape(max(1, TOKENS // length // shrink), heads, heads, length // shrink, head_dim)
 
 
 def random_lengths(sequences: int, total: int) -> list[int]:
-    """Lengths from 1 to about twice their mean, adding up to ``total``; the same ones every time."""
+    """Pseudorandom lengths from 1 to about twice their mean that add up to ``total``; the same in every run."""
     draw = random.Random(0)
     weights = [draw.uniform(0.0, 2.0) for _ in range(sequences)]
     spare = total - sequences
@@ -142,7 +141,7 @@ def random_lengths(sequences: int, total: int) -> list[int]:
 
 
 def dense_equal(lengths: list[int]) -> tuple[int, int]:
-    """Batch and length of the dense causal call that comes nearest to these packed ones in tokens and in work."""
+    """Batch and length of the dense causal call that is closest to this packed batch in tokens and work."""
     tokens = sum(lengths)
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     length = max(64, round(2 * pairs / tokens / 64) * 64)
@@ -152,37 +151,46 @@ def dense_equal(lengths: list[int]) -> tuple[int, int]:
 def _packed(shrink: int) -> list[BenchCase]:
     lengths = random_lengths(PACKED_SEQUENCES, PACKED_TOKENS // shrink)
     batch, length = dense_equal(lengths)
-    heads, head_dim = 16, 128
-    pairs = batch * heads * Visibility(causal=True).pairs(length, length)
+    shape = Shape(batch, PACKED_HEADS, PACKED_HEADS, length, PACKED_HEAD_DIM)
 
     def dense(arguments: Arguments) -> OwnLeaves:
         q, k, v = leaves = tuple(_as_dense(arguments[name], batch, length) for name in QKV)
-        return OwnLeaves(lambda: cast(Tensor, hw.attention(q, k, v, causal=True)), leaves)
+        return OwnLeaves(lambda: hw.attention(q, k, v, causal=True), leaves)
 
     return [
-        packed_case(
-            f"{PACKED_SEQUENCES} random lengths causal T {sum(lengths)} D {head_dim} H {heads}",
-            "packed",
-            lengths,
-            heads,
-            head_dim,
+        random_packed_case(
+            shrink,
             direction,
-            causal=True,
-            peers=(Contender(DENSE, dense, yardstick=True, flops=attention_flops(pairs, head_dim, direction)),),
-            requirements=(SameRate(0.95, DENSE),),
-            dtype=BF16,
+            Contender(DENSE, dense, yardstick=True, flops=_causal_flops(shape, direction)),
+            SameRate(0.95, DENSE),
         )
         for direction in BOTH
     ]
 
 
+def random_packed_case(shrink: int, direction: Direction, peer: Contender, requirement: Requirement) -> BenchCase:
+    lengths = random_lengths(PACKED_SEQUENCES, PACKED_TOKENS // shrink)
+    return packed_case(
+        f"{len(lengths)} random lengths causal T {sum(lengths)} D {PACKED_HEAD_DIM} H {PACKED_HEADS}",
+        "packed",
+        lengths,
+        PACKED_HEADS,
+        PACKED_HEAD_DIM,
+        direction,
+        causal=True,
+        peers=(peer,),
+        requirements=(requirement,),
+        dtype=BF16,
+    )
+
+
 def _window(shrink: int) -> list[BenchCase]:
     length, width = TOKENS // shrink, 1024 // shrink
-    shape = _shape(length, 128, 1)._replace(batch=1)
+    shape = table_shape(length, 128, 1)._replace(batch=1)
 
     def causal(arguments: Arguments) -> Callable[[], Tensor]:
         q, k, v = (arguments[name] for name in QKV)
-        return lambda: cast(Tensor, hw.attention(q, k, v, causal=True))
+        return lambda: hw.attention(q, k, v, causal=True)
 
     return [
         attention_case(
@@ -238,8 +246,8 @@ def _rows(shrink: int) -> list[BenchCase]:
 
 
 def _training_ops(shrink: int) -> list[BenchCase]:
-    def setting(*required: Requirement, dtype: torch.dtype = BF16) -> Setting:
-        return Setting(dtype, requirements=required)
+    def setting(*required: Requirement) -> Setting:
+        return Setting(BF16, requirements=required)
 
     ids, entries, side = 16384 // shrink, 131072 // shrink, 16384 // shrink
     single = Setting(torch.float32, "training ops float32", (Bandwidth(3.95),))
@@ -254,9 +262,30 @@ def _training_ops(shrink: int) -> list[BenchCase]:
     ]
 
 
+def _pointwise(shrink: int) -> list[BenchCase]:
+    """As fast as a copy moves bytes (4.24 TB/s): glu level with the best peers, rope within a tenth."""
+    built: list[BenchCase] = []
+    for direction in BOTH:
+        level = Setting(BF16, requirements=(AtLeast(0.98, pointwise.COMPILED), AtLeast(0.98, pointwise.LIGER)))
+        built.append(pointwise.glu_case(16384 // shrink, 14336, direction, level, fast_peers=True))
+        shape = pointwise.RopeShape(2, 32, 8, 8192 // shrink, 128)
+        near = Setting(BF16, requirements=(Bandwidth(0.9 * 4.24), AtLeast(1.0, pointwise.COMPILED)))
+        built.append(pointwise.rope_case(shape, direction, near, fast_peers=True))
+    return built
+
+
+def _linear_loss(shrink: int) -> list[BenchCase]:
+    """As fast as a matmul and our cross_entropy, in a sixteenth of their memory beside the gradients."""
+    sizes = (8192 // shrink, 4096 // shrink, 131072 // shrink)
+    memory = linear_loss.beside_gradients(*sizes, BF16, 256 << 20)
+    peers = (linear_loss.pytorch_peer(), linear_loss.compiled_peer(), linear_loss.liger_peer())
+    required = (AtLeast(1.0, TORCH), TimeLimit(39_700.0), memory)
+    return [linear_loss.linear_loss_case(*sizes, BF16, peers=peers, requirements=required)]
+
+
 def _memory(shrink: int) -> list[BenchCase]:
     shape = Shape(1, 16, 16, 131072 // shrink, 128)
-    gradients = 3 * attention_bytes(shape, "forward", BF16) / 4  # q, k, v and out are of one size
+    gradients = 3 * attention_bytes(shape, "forward", BF16) / 4  # q, k, v and out have the same size
     limit = int(gradients + 2e9)
     return [
         attention_case(
@@ -271,39 +300,13 @@ def _memory(shrink: int) -> list[BenchCase]:
     ]
 
 
-def _host_overhead() -> list[BenchCase]:
-    limit = (TimeLimit(25.0),)
-    setting = Setting(BF16, "host overhead", limit, "host")
-    return [
-        attention_case(
-            "attention B 1 H 16 S 128 D 64",
-            "host overhead",
-            Shape(1, 16, 16, 128, 64),
-            "forward",
-            Visibility(),
-            peers=(Contender(SDPA, sdpa),),
-            requirements=limit,
-            dtype=BF16,
-            timed="host",
-        ),
-        training.softmax_case(64, 1024, "forward", setting),
-        training.rms_norm_case(64, 1024, "forward", setting),
-    ]
-
-
 def _as_dense(x: Tensor, batch: int, length: int) -> Tensor:
-    """Packed ``(T, H, D)`` as ``(batch, H, length, D)``: its first tokens, with the first ones again if it has too few."""
+    """Packed ``(T, H, D)`` as ``(batch, H, length, D)``: its first tokens, then again from the start if too few."""
     tokens = batch * length
     enough = x.detach() if x.shape[0] >= tokens else torch.cat([x.detach(), x.detach()[: tokens - x.shape[0]]])
     dense = enough[:tokens].reshape(batch, length, *x.shape[1:]).transpose(1, 2)
     return dense.requires_grad_(x.requires_grad)
 
 
-SUITE = BenchSuite(
-    name="cuda",
-    device="cuda",
-    dtype=BF16,
-    cases=cases,
-    backend="triton",
-    plan=Plan(target_s=3.0, sample_s=0.005, most_calls=100),
-)
+PLAN = Plan(target_s=3.0, sample_s=0.005, most_calls=100)
+SUITE = BenchSuite(name="cuda", device="cuda", dtype=BF16, cases=cases, backend="triton", plan=PLAN)

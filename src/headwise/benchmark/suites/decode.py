@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Cache(NamedTuple):
 
 @dataclass(frozen=True)
 class EntriesCheck:
-    """The truth of the last entries of the batch, which do not touch the others."""
+    """Checks the last entries of the batch; entries are independent."""
 
     entries: int
 
@@ -90,12 +90,12 @@ def decode_case(
 
 
 def contiguous_yardstick() -> Contender:
-    """Our own decoding of the same tokens laid end to end."""
+    """Our own decoding over the same cache, contiguous."""
     return Contender(CONTIGUOUS, _contiguous, yardstick=True)
 
 
 def _ours(arguments: Arguments) -> Callable[[], Tensor]:
-    return lambda: cast(Tensor, hw.attention_decode(**arguments))
+    return lambda: hw.attention_decode(**arguments)
 
 
 def _contiguous(arguments: Arguments) -> Callable[[], Tensor]:

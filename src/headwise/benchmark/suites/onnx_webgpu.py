@@ -1,8 +1,8 @@
 """The peer on WebGPU: the attention of ONNX Runtime (package onnxruntime-webgpu), on the same GPU through Dawn.
 
-It keeps a queue of its own that no clock of ours can see into, and its Python package binds no memory of the GPU. So a graph
-of many attentions in a row is timed, each the query of the next, with one number read back at the end; and what
-remains when the time of a short graph is taken from that of a long one is the time of the attentions between.
+Our clocks cannot time its GPU queue, and its Python package cannot bind GPU memory. So graphs of many attentions in a
+row are timed: each output is the query of the next, and one number is read back at the end. The time of an attention is
+the difference between a long and a short graph, divided by the number of attentions between.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _prepare(arguments: Arguments) -> OrtAttention:
 
 
 class OrtAttention(SelfTimed):
-    """q, k, v ``(B, H, S, D)`` of the CPU. Calling it gives the output once."""
+    """q, k and v are CPU tensors ``(B, H, S, D)``. A call returns the output."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         import onnx  # noqa: F401  # absent: the case runs without this peer
@@ -57,8 +57,8 @@ class OrtAttention(SelfTimed):
         return (torch.from_numpy(out).view(batch, length, heads, dim).transpose(1, 2),)
 
     def seconds(self, calls: int) -> float:
-        """The best of a few differences: anything else that happens meanwhile can only make one longer or shorter."""
-        # At idle clocks a short graph takes as long as a long one at full clocks.
+        """The median of a few differences."""
+        # A short graph at idle clocks takes as long as a long one at full clocks.
         warm = time.perf_counter() + 2 * WEBGPU_WARM_UP_S
         while time.perf_counter() < warm:
             self._once(self._sessions[1])
@@ -86,7 +86,7 @@ def _session(model: Any) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     try:
-        # Without its fallback: a session on the CPU would be measured as if it were the GPU.
+        # No fallback: it would measure the CPU.
         return onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=[_PROVIDER], enable_fallback=0
         )
@@ -98,7 +98,7 @@ def _session(model: Any) -> Any:
 def _graph(
     shape: Sequence[int], key_heads: int, keys_and_values: list[Any], causal: bool, attentions: int, whole: bool
 ) -> Any:
-    """q → attention → attention → …; gives all of the last one's output, or one number of it."""
+    """A chain of attentions. It returns the last output, or one number of it."""
     from onnx import TensorProto, helper, numpy_helper
 
     batch, heads, length, dim = shape

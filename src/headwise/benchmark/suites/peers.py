@@ -1,4 +1,4 @@
-"""Peers on a GPU: each kernel of PyTorch's attention by itself, FlexAttention, compiled, and FlashAttention-4.
+"""Peers on a GPU: each kernel of PyTorch's attention, compiled FlexAttention, and FlashAttention-4.
 
 A peer that cannot run a case raises `Absent` when it is prepared, and the report says so.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -30,12 +31,17 @@ _KERNELS = {
 
 
 def sdpa_peers(*names: str) -> tuple[Contender, ...]:
-    """PyTorch's attention with one of its kernels each, and no other allowed."""
+    """PyTorch's attention, restricted to one of its kernels for each peer."""
     return tuple(_sdpa_peer(name, sdpa) for name in names)
 
 
 def sdpa_decode_peers(*names: str) -> tuple[Contender, ...]:
     return tuple(_sdpa_peer(name, _sdpa_decode) for name in names)
+
+
+def sdpa_yardsticks(prepare: Callable[[Arguments], Callable[[], Tensor]], *names: str) -> tuple[Contender, ...]:
+    """The same, of a call whose results are not compared."""
+    return tuple(replace(_sdpa_peer(name, prepare), yardstick=True) for name in names)
 
 
 def flex_peer() -> Contender:
@@ -49,7 +55,7 @@ def fa4_peer(packed: bool = False) -> Contender:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what FlashAttention-4's compiler has to say of its own arguments at every kernel."""
+    """Hides the warnings of FlashAttention-4's compiler, which come with every kernel."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module=r"cutlass\b")
         yield
@@ -61,7 +67,7 @@ def _fa4(arguments: Arguments) -> Callable[[], Tensor]:
     q, k, v = (arguments[name].transpose(1, 2) for name in QKV)
     options = {"causal": arguments["causal"], **_fa4_window(arguments)}
     with _quiet():
-        return _tried(lambda: _only_output(flash_attn_func(q, k, v, **options)).transpose(1, 2), arguments)
+        return tried(lambda: _only_output(flash_attn_func(q, k, v, **options)).transpose(1, 2), arguments)
 
 
 def _fa4_packed(arguments: Arguments) -> Callable[[], Tensor]:
@@ -71,7 +77,7 @@ def _fa4_packed(arguments: Arguments) -> Callable[[], Tensor]:
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "causal")
     options = {name: arguments[name] for name in names}
     with _quiet():
-        return _tried(lambda: _only_output(flash_attn_varlen_func(q, k, v, **options)), arguments)
+        return tried(lambda: _only_output(flash_attn_varlen_func(q, k, v, **options)), arguments)
 
 
 def _fa4_window(arguments: Arguments) -> dict[str, Any]:
@@ -79,25 +85,25 @@ def _fa4_window(arguments: Arguments) -> dict[str, Any]:
 
 
 def _only_output(result: Any) -> Tensor:
-    """Some releases give the lse beside the output."""
+    """Some releases return the lse as well."""
     return cast(Tensor, result[0] if isinstance(result, tuple) else result)
 
 
 def _sdpa_peer(name: str, prepare: Callable[[Arguments], Callable[[], Tensor]]) -> Contender:
     def prepare_and_try(arguments: Arguments) -> Callable[[], Tensor]:
-        return _tried(prepare(arguments), arguments)
+        return tried(prepare(arguments), arguments)
 
-    # Chosen around a whole sample: choosing costs as much Python as a small call.
+    # Entered once for a whole sample: entering takes as long as a small call.
     return Contender(name, cast(Prepare, prepare_and_try), scope=lambda: sdpa_kernel(_KERNELS[name]))
 
 
-def _tried(call: Callable[[], Tensor], arguments: Arguments) -> Callable[[], Tensor]:
-    """The call, which ran once, backward too where gradients are wanted: what is compiled, is compiled now."""
+def tried(call: Callable[[], Tensor], arguments: Arguments) -> Callable[[], Tensor]:
+    """Runs the call once, with its backward where gradients are wanted, so that kernels are compiled; returns it."""
     try:
         out = call()
         wanted = [x for x in arguments.values() if isinstance(x, Tensor) and x.requires_grad]
         if wanted:
-            torch.autograd.grad(out, wanted, torch.ones_like(out), retain_graph=True)  # as it is timed
+            torch.autograd.grad(out, wanted, torch.ones_like(out), retain_graph=True)  # as when it is timed
     except Exception as error:  # no such kernel for this call, out of memory, a compiler that gives up
         lines = str(error).strip().splitlines() or [""]
         raise Absent(f"{type(error).__name__}: {lines[0]}") from error
@@ -105,29 +111,29 @@ def _tried(call: Callable[[], Tensor], arguments: Arguments) -> Callable[[], Ten
 
 
 def _sdpa_decode(arguments: Arguments) -> Callable[[], Tensor]:
-    """One new token over full caches: what PyTorch's attention can say of decoding."""
+    """One new token over full caches, by PyTorch's attention."""
     q, k, v = arguments["q"][:, :, None], arguments["k_cache"], arguments["v_cache"]
     return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[:, :, 0]
 
 
 def _flex(arguments: Arguments) -> Callable[[], Tensor]:
-    # Here and not above: it brings the compiler with it.
+    # Imported here: it loads the compiler.
     from torch._functorch import config as functorch_config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     q, k, v = (arguments[name] for name in QKV)
     if arguments["window"] is not None:
         raise Absent("no mask was written for a window")
-    torch.compiler.reset()  # every case compiles afresh, instead of running into the limit on recompilations
+    torch.compiler.reset()  # otherwise later cases reach the limit on recompilations
     options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]}
     if arguments["causal"]:
-        # Its diagonal starts at the top left, which is the same where there are as many queries as keys.
+        # Its causal mask starts at the top left: the same as ours if there are as many queries as keys.
         assert q.shape[2] == k.shape[2]
         options["block_mask"] = create_block_mask(_no_key_after, None, None, q.shape[2], k.shape[2], device=q.device)
-    # A backward that is timed runs many times on what one forward saved.
+    # The timed backward runs many times on the tensors that one forward saved.
     functorch_config.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)
-    return _tried(lambda: compiled(q, k, v, **options), arguments)
+    return tried(lambda: compiled(q, k, v, **options), arguments)
 
 
 def _no_key_after(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The other training ops: builders for any device, with PyTorch's own ops as peers."""
+"""Cases of the other training ops: builders for any device, with PyTorch's own ops as peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 import headwise as hw
 from headwise.benchmark.case import BenchCase, Contender, Direction, Requirement
 from headwise.benchmark.correctness import WholeCheck, first_output, oracle
-from headwise.benchmark.timing import Timed
 from headwise.testing import Arguments, Maker, Outputs
 
 TORCH = "PyTorch"
@@ -21,20 +20,18 @@ TORCH = "PyTorch"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a suite says of a case besides its shape."""
+    """What a suite sets for a case besides its shape."""
 
     dtype: torch.dtype = torch.float32
     group: str = "training ops"
     requirements: tuple[Requirement, ...] = ()
-    timed: Timed = "device"
 
     def fields(self) -> dict[str, Any]:
-        """As fields of a case whose limit is memory."""
+        """As fields of a memory-bound case."""
         return {
             "dtype": self.dtype,
             "group": self.group,
             "requirements": self.requirements,
-            "timed": self.timed,
             "counted": "bytes",
         }
 
@@ -80,7 +77,7 @@ def softmax_case(rows: int, width: int, direction: Direction, setting: Setting =
 def embedding_case(
     ids: int, entries: int, width: int, direction: Direction, setting: Setting = PLAIN, *, one_id: bool = False
 ) -> BenchCase:
-    """one_id: all ids are the same, so that backward adds all rows up into one."""
+    """one_id: all ids are the same, so that backward adds all rows into one."""
     moved = 2.0 * ids * width if direction == "forward" else (ids + entries) * float(width)
 
     def make(maker: Maker) -> Arguments:
@@ -104,7 +101,7 @@ def embedding_case(
 
 
 def transpose_case(rows: int, width: int, setting: Setting = PLAIN) -> BenchCase:
-    """Forward only: backward is the same kernel again, while PyTorch's returns a view and leaves the work to others."""
+    """Forward only: our backward is the same kernel, and PyTorch's only returns a view."""
     return BenchCase(
         name=f"transpose {rows} × {width}",
         direction="forward",
@@ -119,7 +116,7 @@ def transpose_case(rows: int, width: int, setting: Setting = PLAIN) -> BenchCase
 
 
 def cross_entropy_case(rows: int, vocabulary: int, setting: Setting = PLAIN, *, fused: bool = False) -> BenchCase:
-    """fused: ours is the explicit one-pass form, which gives loss and gradient at once; else it goes through autograd."""
+    """fused: ours computes loss and gradient in one pass; otherwise it goes through autograd."""
 
     def make(maker: Maker) -> Arguments:
         return {"logits": maker.normal(rows, vocabulary, scale=2.0), "targets": maker.integers(0, vocabulary, rows)}
@@ -147,10 +144,10 @@ def cross_entropy_case(rows: int, vocabulary: int, setting: Setting = PLAIN, *, 
 
 @dataclass(frozen=True)
 class CrossEntropyCheck:
-    """The mean loss over all rows, exactly, and the gradient of every sixteenth row.
+    """Checks the mean loss over all rows, and the gradient of every sixteenth row.
 
-    Rows share nothing but the mean's divisor, which is their number (no target here is ignored). So the oracle may take
-    a few rows at a time, with the sum in place of the mean: float64 of all logits at once would be several gigabytes.
+    Rows share only the divisor of the mean, which is their number (no target is ignored). So the oracle sums a few rows
+    at a time: all logits in float64 would take several gigabytes.
     """
 
     rows_at_once: int = 64
@@ -178,6 +175,6 @@ class CrossEntropyCheck:
 
 
 def _per_element(elements: int, direction: Direction, *, forward: int, backward: int) -> float:
-    """Operations, or operands moved when each is read or written once, over all elements."""
+    """Operations, or operands read and written, of all elements, from the number per element."""
     times = {"forward": forward, "backward": backward, "forward+backward": forward + backward}[direction]
     return float(elements * times)

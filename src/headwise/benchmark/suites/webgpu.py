@@ -1,13 +1,11 @@
-"""The suite of WebGPU: resident arrays, float32 but where a case says otherwise. The targets are stated for one H200
-through Vulkan."""
+"""The WebGPU suite: resident arrays, float32 unless a case says otherwise. Targets are for one H200 through Vulkan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,17 +23,19 @@ from headwise.benchmark.case import (
     TimeLimit,
     Within,
 )
-from headwise.benchmark.correctness import first_output, oracle
-from headwise.benchmark.suites import training
-from headwise.benchmark.suites.attention import Shape, Visibility, attention_case, attention_flops, ours
+from headwise.benchmark.correctness import WholeCheck, first_output, oracle
+from headwise.benchmark.suites import dropout, linear_loss, pointwise, training
+from headwise.benchmark.suites.attention import BOTH, PATTERNS, Shape, attention_case, attention_flops, ours
 from headwise.benchmark.suites.decode import Cache, decode_case
+from headwise.benchmark.suites.norms import add_rms_norm_case, layer_norm_case
 from headwise.benchmark.suites.onnx_webgpu import ORT, ort_peer
 from headwise.benchmark.suites.training import Setting
 from headwise.benchmark.timing import Plan
+from headwise.config import settings
+from headwise.ops._checks import short
 from headwise.testing import Arguments, Maker, Outputs
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-PATTERNS = {"full": Visibility(), "causal": Visibility(causal=True)}
 HEADS = 16
 # (length, head dim) of the attention table, and the float32 rate required there in TFLOP/s.
 SHAPES = {(4096, 64): 36.0, (2048, 128): 32.0}
@@ -43,7 +43,7 @@ FASTER = {(F32, "full"): 2.0, (F32, "causal"): 3.0, (F16, "full"): 1.25, (F16, "
 WITHOUT_SUBGROUPS = 1.3
 GROWTH = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 COPY, FORWARD = "WGSL copy", "our forward"
-CHAIN, CHAIN_US = 50, 20.0  # small ops in a row, and microseconds of Python for each
+CHAIN, CHAIN_US = 50, 12.0  # small ops in a row, and microseconds of Python for each
 
 
 def cases(quick: bool) -> list[BenchCase]:
@@ -53,8 +53,10 @@ def cases(quick: bool) -> list[BenchCase]:
         *_without_subgroups(shrink),
         *_small_grid(shrink),
         *_backward(shrink),
+        *dropout.on_webgpu(shrink),
         *_decode(shrink),
         *_memory_bound(shrink),
+        *_linear_loss(shrink),
         *_growth(shrink),
         *_host(),
     ]
@@ -66,7 +68,7 @@ def _forward(shrink: int) -> list[BenchCase]:
         required: tuple[Requirement, ...] = (AtLeast(FASTER[dtype, pattern], ORT),)
         if dtype == F32:
             required += (FlopRate(SHAPES[length, dim]),)
-        group = f"attention {str(dtype).removeprefix('torch.')}"
+        group = f"attention {short(dtype)}"
         built.append(_attention(group, length // shrink, dim, pattern, dtype, (ort_peer(),), required))
     built += [
         _attention("attention bfloat16", length // shrink, dim, pattern, BF16)
@@ -98,7 +100,7 @@ def _attention(
 
 
 def _without_subgroups(shrink: int) -> list[BenchCase]:
-    """As on a device that has what WebGPU promises, and no more."""
+    """On tier A: only what every WebGPU device has."""
 
     def on_the_floor(arguments: Arguments) -> Callable[[], Tensor]:
         call = ours(arguments)
@@ -132,22 +134,18 @@ def floor_of_webgpu() -> Iterator[None]:
     from headwise.backends.webgpu import adapter, runtime
 
     device = runtime.device()
-    with device.lock:
-        kept = device.capabilities, device.plans
-        device.capabilities = kept[0]._replace(
+    with device.lock, settings.apart("the floor of WebGPU"):
+        kept = device.capabilities
+        device.capabilities = kept._replace(
             tier="A",
             subgroup_size=0,
             workgroup_memory=adapter.FLOOR_WORKGROUP_MEMORY,
             workgroup_threads=adapter.FLOOR_WORKGROUP_THREADS,
         )
-        device.plans = _floor_plans.setdefault(id(device), {})
         try:
             yield
         finally:
-            device.capabilities, device.plans = kept
-
-
-_floor_plans: dict[int, dict[Any, Any]] = {}  # what is replayed there is replayed there alone
+            device.capabilities = kept
 
 
 def _small_grid(shrink: int) -> list[BenchCase]:
@@ -159,25 +157,25 @@ def _small_grid(shrink: int) -> list[BenchCase]:
 
 
 def _backward(shrink: int) -> list[BenchCase]:
-    """No peer has a fused backward here: it is held to the rate of our own forward."""
+    """No peer has a fused backward on WebGPU: the target is relative to our own forward."""
 
     def forward(arguments: Arguments) -> Callable[[], tuple[Tensor]]:
         kept: Arguments = {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
-        return lambda: (cast(Tensor, hw.attention(**kept)),)
+        return lambda: (hw.attention(**kept),)
 
     built: list[BenchCase] = []
     for dtype, (length, dim), pattern in product((F32, BF16), SHAPES, PATTERNS):
         size = length // shrink
         flops = attention_flops(HEADS * PATTERNS[pattern].pairs(size, size), dim, "forward")
         yardstick = Contender(FORWARD, forward, yardstick=True, flops=flops, explicit=True)
-        group = f"attention backward {str(dtype).removeprefix('torch.')}"
+        group = f"attention backward {short(dtype)}"
         required = (SameRate(0.5, FORWARD),)
         built.append(_attention(group, size, dim, pattern, dtype, (yardstick,), required, "backward"))
     return built
 
 
 def copy_yardstick(bytes_moved: float) -> Contender:
-    """A plain copy in WGSL that reads and writes as many bytes together as the case has to move."""
+    """A plain WGSL copy whose reads and writes together are as many bytes as the case has to move."""
 
     def prepare(arguments: Arguments) -> Callable[[], tuple[None]]:
         from headwise.backends.webgpu import copies, runtime
@@ -204,7 +202,7 @@ def _beside_a_copy(case: BenchCase, share: float) -> BenchCase:
 def _decode(shrink: int) -> list[BenchCase]:
     return [
         _beside_a_copy(
-            decode_case(f"decode {str(dtype).removeprefix('torch.')}", Cache(batch, length // shrink), "device", dtype),
+            decode_case(f"decode {short(dtype)}", Cache(batch, length // shrink), "device", dtype),
             0.6 if (batch, length) == (8, 32768) else 0.0,
         )
         for dtype, batch, length in product((F32, F16, BF16), (1, 8), (4096, 32768))
@@ -214,17 +212,30 @@ def _decode(shrink: int) -> list[BenchCase]:
 def _memory_bound(shrink: int) -> list[BenchCase]:
     built: list[BenchCase] = []
     for dtype in (F32, BF16):
-        setting = Setting(dtype, f"memory bound {str(dtype).removeprefix('torch.')}")
+        setting = Setting(dtype, f"memory bound {short(dtype)}")
         rows = 16384 // shrink
         built += [
             _beside_a_copy(training.rms_norm_case(rows, 4096, "forward", setting), 0.7),
             _beside_a_copy(training.rms_norm_case(rows, 4096, "backward", setting), 0.7),
+            *[
+                _beside_a_copy(build(rows, 4096, direction, setting), 0.85)
+                for build, direction in product((layer_norm_case, add_rms_norm_case), BOTH)
+            ],
             _beside_a_copy(training.softmax_case(rows, 4096, "forward", setting), 0.7),
             _beside_a_copy(training.softmax_case(rows, 4096, "backward", setting), 0.7),
             _beside_a_copy(training.cross_entropy_case(4096 // shrink, 32768, setting, fused=True), 0.7),
             _beside_a_copy(training.transpose_case(8192 // shrink, 8192, setting), 0.7),
         ]
+        shape = pointwise.RopeShape(2, 32, 8, 4096 // shrink, 128)
+        for direction in BOTH:
+            built.append(_beside_a_copy(pointwise.glu_case(8192 // shrink, 14336, direction, setting), 0.85))
+            built.append(_beside_a_copy(pointwise.rope_case(shape, direction, setting), 0.85))
     return built
+
+
+def _linear_loss(shrink: int) -> list[BenchCase]:
+    sizes = (2048 // shrink, 2048 // shrink, 32768 // shrink)
+    return [linear_loss.linear_loss_case(*sizes, dtype, group=f"linear loss {short(dtype)}") for dtype in (F32, BF16)]
 
 
 def _growth(shrink: int) -> list[BenchCase]:
@@ -234,24 +245,18 @@ def _growth(shrink: int) -> list[BenchCase]:
     ]
 
 
-@dataclass(frozen=True)
-class _ChainCheck:
-    """rms_norm and softmax in turn, by their oracles."""
+def _host() -> list[BenchCase]:
+    """rms_norm and softmax in turn: the Python of a small op, and of its backward beside that of its forward."""
 
-    def compute(self, arguments: Arguments, grad_out: Tensor | None) -> Outputs:
+    def make(maker: Maker) -> Arguments:
+        return {"x": maker.normal(64, 256), "weight": maker.normal(256)}
+
+    def by_oracles(arguments: Arguments) -> Outputs:
         x = arguments["x"]
         for _ in range(CHAIN // 2):
             x = first_output(oracle("rms_norm")({"x": x, "weight": arguments["weight"]}))
             x = first_output(oracle("softmax")({"x": x}))
         return {"out": x}
-
-    def pick(self, results: Outputs) -> Outputs:
-        return results
-
-
-def _host() -> list[BenchCase]:
-    def make(maker: Maker) -> Arguments:
-        return {"x": maker.normal(64, 256), "weight": maker.normal(256)}
 
     def chain(arguments: Arguments) -> Callable[[], Tensor]:
         def run() -> Tensor:
@@ -262,27 +267,32 @@ def _host() -> list[BenchCase]:
 
         return run
 
-    return [
-        BenchCase(
-            name=f"{CHAIN} small ops in a row, 64 × 256",
-            group="host",
-            direction="forward",
-            make=make,
-            ours=chain,
-            check=_ChainCheck(),
-            bytes=4.0 * CHAIN * 2 * 64 * 256,
-            requirements=(TimeLimit(CHAIN * CHAIN_US),),
-            dtype=F32,
-            timed="host",
-        )
-    ]
+    def recorded(arguments: Arguments) -> Callable[[], tuple[Tensor]]:
+        call = chain({name: x.detach().requires_grad_() for name, x in arguments.items()})
+
+        def run() -> tuple[Tensor]:
+            with torch.enable_grad():
+                return (call(),)
+
+        return run
+
+    forward = BenchCase(
+        name=f"{CHAIN} small ops in a row, 64 × 256",
+        group="host",
+        direction="forward",
+        make=make,
+        ours=chain,
+        check=WholeCheck(by_oracles, ("x", "weight")),
+        bytes=4.0 * CHAIN * 2 * 64 * 256,
+        requirements=(TimeLimit(CHAIN * CHAIN_US),),
+        dtype=F32,
+        timed="host",
+        differentiable=("x", "weight"),
+    )
+    yardstick = Contender(FORWARD, recorded, yardstick=True, explicit=True)
+    backward = replace(forward, direction="backward", peers=(yardstick,), requirements=(Within(1.3, FORWARD),))
+    return [forward, backward]
 
 
-SUITE = BenchSuite(
-    name="webgpu",
-    device="webgpu",
-    dtype=F32,
-    cases=cases,
-    backend="webgpu",
-    plan=Plan(target_s=2.0, sample_s=0.01, most_calls=200),
-)
+PLAN = Plan(target_s=2.0, sample_s=0.01, most_calls=200)
+SUITE = BenchSuite(name="webgpu", device="webgpu", dtype=F32, cases=cases, backend="webgpu", plan=PLAN)

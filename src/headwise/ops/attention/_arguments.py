@@ -1,22 +1,44 @@
-"""Checks that the attention ops share, and the flags they leave behind.
+"""What the attention ops are given, checked: the arguments objects, and the checks that they share.
 
-After these checks a call is: tensors of agreeing shapes, and `Flags`: how far left and right of its own position a query
-looks, and the plain numbers. ``causal`` is gone: it is a band with right = 0.
+After the checks a call is tensors of agreeing shapes and `Flags`: how far left and right of its own position a query looks,
+and the plain numbers. ``causal`` is gone: it is a window with right = 0.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
+from headwise import layout
 from headwise.ops import _checks
 
 UNBOUNDED = -1
 Window = tuple[int | None, int | None] | Sequence[int | None] | None
+
+
+class CommonOptions(TypedDict, total=False):
+    """Keywords that every attention op has, for the overloads of those that may return the lse."""
+
+    window: Window
+    scale: float | None
+    softcap: float | None
+    sink: Tensor | None
+    backend: str | None
+
+
+class DropoutOptions(TypedDict, total=False):
+    """Keywords of those that may drop probabilities.
+
+    The default of ``dropout`` is written 0 and not 0.0: with ``dynamic=True``, torch.compile would take a float for an
+    input, find that it is a constant, and compile everything twice.
+    """
+
+    dropout: float
+    dropout_seed: int | Tensor | None
 
 
 class Flags(NamedTuple):
@@ -27,27 +49,158 @@ class Flags(NamedTuple):
     scale: float
     softcap: float  # 0.0: none
     deterministic: bool
+    dropout: float = 0.0  # 0.0: none
+
+    @property
+    def dropped_below(self) -> int:
+        """A probability is dropped if its 16 random bits are below this number (docs/contract.md)."""
+        return min(round(self.dropout * 65536), 65535)
+
+    @property
+    def kept_scale(self) -> float:
+        """What kept probabilities are multiplied with."""
+        return 1.0 / (1.0 - self.dropout)
+
+
+class Packing(NamedTuple):
+    """Where the sequences of a packed batch begin and end."""
+
+    cu_q: Tensor  # (sequences + 1,)
+    cu_k: Tensor
+    max_q: int  # the longest sequence, or more
+    max_k: int
+
+
+class Attention(NamedTuple):
+    """Dense: q (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv). Packed: (Tq, Hq, D), (Tk, Hk, D), (Tk, Hk, Dv)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None  # as given: `layout.four_dims` writes leading dims out
+    bias: Tensor | None
+    sink: Tensor | None
+    kv_lengths: Tensor | None
+    q_lengths: Tensor | None
+    kv_starts: Tensor | None
+    packing: Packing | None
+    flags: Flags
+    with_lse: bool = True
+    dropout_seed: Tensor | None = None  # one int64, beside q; there if flags.dropout is
+
+
+class AttentionBackward(NamedTuple):
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    out: Tensor
+    lse: Tensor
+    forward: Attention
+    need_bias: bool
+    need_sink: bool
+
+
+class Decode(NamedTuple):
+    """q (B, Hq, D) or (B, Hq, Sq, D); caches (B, Hk, C, D) and (B, Hk, C, Dv), or in pages of (pages, Hk, page_size, D)."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    lengths: Tensor
+    kv_starts: Tensor | None
+    block_table: Tensor | None
+    sink: Tensor | None
+    flags: Flags
+    num_splits: int  # 0: chosen from the shapes
+    with_lse: bool = True
+
+
+class Probs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    rows: Tensor | None
+    mask: Tensor | None
+    bias: Tensor | None
+    sink: Tensor | None
+    kv_lengths: Tensor | None
+    q_lengths: Tensor | None
+    kv_starts: Tensor | None
+    flags: Flags
+    dropout_seed: Tensor | None = None
+
+
+class ProbsBackward(NamedTuple):
+    grad: Tensor
+    probs: Tensor
+    forward: Probs
+    need_bias: bool
+    need_sink: bool
 
 
 def flags(
-    op: str, q: Tensor, *, causal: bool, window: Window, scale: float | None, softcap: float | None,
-    deterministic: bool | None,
+    op: str, q: Tensor, causal: bool, window: Window, scale: float | None, softcap: float | None,
+    deterministic: bool = True, dropout: float = 0,
 ) -> Flags:  # fmt: skip
     _checks.boolean(op, "causal", causal)
+    _checks.boolean(op, "deterministic", deterministic)
     left, right = _window(op, window)
     if causal:
         right = 0  # a window's right side is never negative, so "and j <= p" is all that is left of it
-    if deterministic is None:
-        deterministic = not q.is_cuda or torch.are_deterministic_algorithms_enabled()
-    else:
-        _checks.boolean(op, "deterministic", deterministic)
     return Flags(
         left,
         right,
         1.0 / math.sqrt(q.shape[-1]) if scale is None else _checks.positive(op, "scale", scale),
         0.0 if softcap is None else _checks.positive(op, "softcap", softcap),
-        deterministic,
+        deterministic or torch.are_deterministic_algorithms_enabled(),
+        _dropout_rate(op, dropout),
     )
+
+
+def _dropout_rate(op: str, dropout: Any) -> float:
+    rate = _checks.number(op, "dropout", dropout)
+    if not 0 <= rate < 1:
+        raise ValueError(f"{op}: dropout is {dropout!r}; it needs to be at least 0 and below 1")
+    return rate
+
+
+def seed_beside(op: str, q: Any, dropout: Any, seed: Any) -> Any:
+    """The seed of a call with dropout as a tensor beside q, drawn from PyTorch's generator of q's device if there is none.
+
+    Nothing here waits for a GPU: the one launch that a draw or a constant takes is ordered like any other, and a CUDA graph
+    captures it. A tensor, so that a new seed is data to all caches and compilers.
+    """
+    _dropout_rate(op, dropout)  # a call that will be refused draws nothing
+    if isinstance(seed, Tensor) or not isinstance(q, Tensor):
+        return seed
+    device = (
+        "cpu" if hasattr(q, "headwise_device") else q.device
+    )  # a GPU that PyTorch does not know takes it from the CPU
+    if seed is None:
+        return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
+    if isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)):
+        raise TypeError(f"{op}: dropout_seed is {seed!r}; it needs to be a whole number or a one-element int64 tensor")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"{op}: dropout_seed is {seed}; it needs to fit 64 bits: at least -2**63 and below 2**63")
+    return torch.full((1,), seed, dtype=torch.int64, device=device)  # type: ignore[arg-type]  # a SymInt while tracing
+
+
+def given_seed(op: str, q: Any, dropout: Any, seed: Any) -> Any:
+    """`seed_beside` for an explicit backward, which has to drop what the forward dropped."""
+    if seed is None:
+        raise ValueError(
+            f"{op}: dropout is {dropout!r} and dropout_seed is None; it needs the seed of the forward call"
+        )
+    return seed_beside(op, q, dropout, seed)
+
+
+def check_seed(op: str, seed: Any, q: Tensor) -> None:
+    if seed is None:
+        return
+    _checks.tensor(op, "dropout_seed", seed)
+    _checks.dtype(op, "dropout_seed", seed, torch.int64)
+    if seed.numel() != 1:
+        raise ValueError(f"{op}: dropout_seed has shape {_checks.shape_of(seed)}; it needs one element")
+    if not hasattr(q, "headwise_device"):
+        _checks.same_device(op, "dropout_seed", seed, "q", q)
 
 
 def _window(op: str, window: Window) -> tuple[int, int]:
@@ -72,20 +225,25 @@ def _window(op: str, window: Window) -> tuple[int, int]:
 
 
 def qkv(op: str, q: Any, k: Any, v: Any | None, count: int, letters: tuple[str, str, str]) -> None:
-    """q, k and v (or only q and k): dtype, device, rank, head dims, grouped heads, last dim contiguous."""
-    _operand(op, "q", q, q, count, letters[0])
-    _operand(op, "k", k, q, count, letters[1])
+    """q, k and v (or only q and k): dtype, device, rank, head dims, last dim contiguous."""
+    operand(op, "q", q, q, count, letters[0])
+    operand(op, "k", k, q, count, letters[1])
     if v is not None:
-        _operand(op, "v", v, q, count, letters[2])
+        operand(op, "v", v, q, count, letters[2])
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"{op}: k has head dim {k.shape[-1]} and q has {q.shape[-1]}; they need to be equal")
 
 
-def _operand(op: str, name: str, x: Any, q: Any, count: int, letters: str) -> None:
+def operand(op: str, name: str, x: Any, q: Any, count: int, letters: str) -> None:
     _checks.floating(op, name, x)
     _checks.dims(op, name, x, count, letters)
     if x is not q:
-        _checks.same_dtype(op, name, x, "q", q)
+        if x.dtype != q.dtype:
+            raise TypeError(
+                f"{op}: {name} has dtype {_checks.short(x.dtype)} and q has {_checks.short(q.dtype)}; they need to be of "
+                f"one dtype: cast one of them, say q.to({name}.dtype) (under autocast, norms and rotary embeddings leave "
+                "float32 behind)"
+            )
         _checks.same_device(op, name, x, "q", q)
     contiguous_last(op, name, x)
 
@@ -108,60 +266,67 @@ def contiguous_last(op: str, name: str, x: Tensor) -> None:
         raise ValueError(f"{op}: {name} has shape {_checks.shape_of(x)}; its head dim needs to be at least 1")
 
 
-def broadcastable(
-    op: str, name: str, x: Any, wanted: tuple[int, int, int, int], q: Tensor, *, boolean: bool
-) -> Tensor | None:
-    """mask or bias as a 4-D view whose dims are 1 or those of ``(B, Hq, Sq, Sk)``; nothing is expanded."""
+def optional_inputs(
+    op: str, q: Tensor, k: Tensor, mask: Any, bias: Any, sink: Any, kv_lengths: Any, q_lengths: Any, kv_starts: Any
+) -> None:
+    """What dense q ``(B, Hq, Sq, D)`` and k may come with."""
+    batch, heads, length, _ = q.shape
+    scores = (batch, heads, length, k.shape[2])
+    per_score(op, "mask", mask, scores, q)
+    per_score(op, "bias", bias, scores, q)
+    per_head(op, sink, q, heads)
+    for name, lengths in (("kv_lengths", kv_lengths), ("q_lengths", q_lengths), ("kv_starts", kv_starts)):
+        per_batch(op, name, lengths, q, batch)
+
+
+def per_score(op: str, name: str, x: Any, scores: tuple[int, int, int, int], q: Tensor) -> None:
+    """A mask or a bias: its dims are 1 or those of ``(B, Hq, Sq, Sk)``."""
     if x is None:
-        return None
+        return
     _checks.tensor(op, name, x)
-    if boolean and x.dtype != torch.bool:
+    if name == "mask" and x.dtype != torch.bool:
         raise TypeError(
-            f"{op}: {name} has dtype {_checks.short(x.dtype)}; it needs to be bool (True = may attend); "
+            f"{op}: mask has dtype {_checks.short(x.dtype)}; it needs to be bool (True = may attend); "
             "a float mask that is added belongs in bias"
         )
-    if not boolean and x.dtype not in (q.dtype, torch.float32):
-        raise TypeError(f"{op}: {name} has dtype {_checks.short(x.dtype)}; it needs {_own_or_float32(q)}")
+    if name == "bias":
+        _checks.own_or_float32(op, name, x, "q", q)
     _checks.same_device(op, name, x, "q", q)
     fits = x.dim() <= 4 and all(
-        size == 1 or size == full for size, full in zip(reversed(x.shape), reversed(wanted), strict=False)
+        size == 1 or size == full for size, full in zip(reversed(x.shape), reversed(scores), strict=False)
     )
     if not fits:
-        text = ", ".join(str(s) for s in wanted)
+        hint = ""
+        if tuple(x.shape) == (scores[0], scores[3]):
+            hint = f"; a (B, Sk) {name} is {name}[:, None, None, :]"
+        elif tuple(x.shape) == (scores[0], scores[2], scores[3]):
+            hint = f"; a (B, Sq, Sk) {name} is {name}[:, None]"
         raise ValueError(
-            f"{op}: {name} has shape {_checks.shape_of(x)}; it needs to broadcast to ({text}) = (B, Hq, Sq, Sk)"
+            f"{op}: {name} has shape {_checks.shape_of(x)}; it needs to broadcast to {_checks.tuple_text(scores)} = "
+            f"(B, Hq, Sq, Sk){hint}"
         )
-    return four_dims(x)
-
-
-def four_dims(x: Tensor | None) -> Tensor | None:
-    """mask or bias with its leading dims, of size 1, written out."""
-    return x if x is None or x.dim() == 4 else x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
-
-
-def _own_or_float32(q: Tensor) -> str:
-    return "float32" if q.dtype == torch.float32 else f"{_checks.short(q.dtype)} (that of q) or float32"
 
 
 def per_head(op: str, sink: Any, q: Tensor, heads: int) -> None:
     if sink is None:
         return
     _checks.tensor(op, "sink", sink)
-    if sink.dtype not in (q.dtype, torch.float32):
-        raise TypeError(f"{op}: sink has dtype {_checks.short(sink.dtype)}; it needs {_own_or_float32(q)}")
+    _checks.own_or_float32(op, "sink", sink, "q", q)
     _checks.shape(op, "sink", sink, (heads,), "(Hq,)")
     _checks.same_device(op, "sink", sink, "q", q)
 
 
 def per_batch(op: str, name: str, lengths: Any, q: Tensor, batch: int) -> None:
+    if lengths is None:
+        return
     _checks.integer(op, name, lengths)
     _checks.shape(op, name, lengths, (batch,), "(B,)")
     _checks.same_device(op, name, lengths, "q", q)
 
 
 def saved_results(
-    op: str, grad_out: Any, grad_lse: Any | None, out: Any, lse: Any, q: Tensor,
-    out_shape: tuple[int, ...], lse_shape: tuple[int, ...], letters: tuple[str, str],
+    op: str, grad_out: Any, grad_lse: Any | None, out: Any, lse: Any, q: Tensor, out_shape: tuple[int, ...],
+    lse_shape: tuple[int, ...], letters: tuple[str, str],
 ) -> None:  # fmt: skip
     """What an explicit backward takes beyond the inputs of the forward."""
     for name, x in (("grad_out", grad_out), ("out", out)):
@@ -169,15 +334,13 @@ def saved_results(
         _checks.shape(op, name, x, out_shape, letters[0])
         _checks.same_dtype(op, name, x, "q", q)
         _checks.same_device(op, name, x, "q", q)
-    statistics: list[tuple[str, Any]] = [("lse", lse)]
+    statistics: dict[str, Any] = {"lse": lse}
     if grad_lse is not None:
-        statistics.append(("grad_lse", grad_lse))
-    for name, x in statistics:
+        statistics["grad_lse"] = grad_lse
+    for name, x in statistics.items():
         _checks.floating(op, name, x)
         _checks.shape(op, name, x, lse_shape, letters[1])
-        wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
-        if x.dtype != wanted:
-            raise TypeError(f"{op}: {name} has dtype {_checks.short(x.dtype)}; it needs {_checks.short(wanted)}")
+        _checks.dtype(op, name, x, layout.statistics_dtype(q.dtype))
         _checks.same_device(op, name, x, "q", q)
 
 
@@ -189,13 +352,31 @@ def needed_gradients(op: str, bias_grad: Any, bias: Any, sink_grad: Any, sink: A
             raise ValueError(f"{op}: need_{of}_grad is True and {of} is None; it needs the {of} of the forward call")
 
 
-def features(flags: Flags, **present: Any) -> tuple[str, ...]:
+def gradients_asked_for(
+    grads: Sequence[Any], bias: Tensor | None, need_bias: bool, need_sink: bool
+) -> tuple[Tensor, ...]:
+    """What an explicit backward returns: the gradients of q, k (and v), then of bias and sink if asked for."""
+    *wanted, dbias, dsink = grads
+    if need_bias and bias is not None:
+        wanted.append(dbias)
+    if need_sink:
+        wanted.append(dsink)
+    return tuple(wanted)
+
+
+OPTIONAL_INPUTS = ("mask", "bias", "sink", "kv_lengths", "q_lengths", "kv_starts")
+
+
+def features(args: Any) -> tuple[str, ...]:
     """The names of what a call uses beyond plain full attention."""
-    names = [name for name, value in present.items() if value is not None and value is not False]
+    flags: Flags = args.flags
+    names = [name for name in OPTIONAL_INPUTS if getattr(args, name, None) is not None]
     if flags.right == 0:
         names.append("causal")
     if flags.left != UNBOUNDED or flags.right > 0:
         names.append("window")
     if flags.softcap:
         names.append("softcap")
+    if flags.dropout:
+        names.append("dropout")
     return tuple(names)

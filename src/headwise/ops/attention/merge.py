@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from headwise import layout
-from headwise.backends import registry
-from headwise.ops import _checks, _library
+from headwise.ops import _checks
+from headwise.ops._op import Described, Op, Saved
 
 
 def merge_attention(
@@ -29,65 +29,40 @@ def merge_attention(
 
     Differentiable in outs and lses.
     """
-    p = _prepare(outs, lses, packed=packed)
-    out, lse = _forward(list(outs), p.lses, registry.choose(p.call, backend))
-    return out, lse.transpose(0, 1).contiguous() if p.packed else lse
+    check_parts("merge_attention", outs, lses)
+    turn = is_packed("merge_attention", outs[0], lses[0], packed)
+    out, lse = _forward((*outs, *_turned(lses, turn)), (turn,), backend)
+    return out, lse.transpose(0, 1).contiguous() if turn else lse
 
 
 def merge_attention_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    outs: Sequence[Tensor],
-    lses: Sequence[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    *,
-    packed: bool | None = None,
-    backend: str | None = None,
-) -> tuple[list[Tensor], list[Tensor]]:
+    grad_out: Tensor, grad_lse: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Tensor, *,
+    packed: bool | None = None, backend: str | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """The gradients ``(douts, dlses)`` of `merge_attention`, given its results ``out`` and ``lse``."""
-    p = _prepare_backward(grad_out, grad_lse, outs, lses, out, lse, packed=packed)
-    turned = [x.transpose(0, 1) if p.packed else x for x in (grad_lse, lse)]
-    grads = _backward(grad_out, turned[0], list(outs), p.lses, out, turned[1], registry.choose(p.call, backend))
-    douts, dlses = grads[: len(outs)], grads[len(outs) :]
-    return douts, [x.transpose(0, 1).contiguous() if p.packed else x for x in dlses]
+    check_parts("merge_attention_backward", outs, lses)
+    turn = is_packed("merge_attention_backward", outs[0], lses[0], packed)
+    (grad_lse, lse, *lses), count = _turned((grad_lse, lse, *lses), turn), len(outs)
+    grads = _backward((grad_out, grad_lse, *outs, *lses, out, lse), (turn,), backend)
+    return list(grads[:count]), [x.transpose(0, 1).contiguous() if turn else x for x in grads[count:]]
 
 
-def merge_attention_backward_call(*args: Any, **kwargs: Any) -> registry.Call:
-    """Check the arguments of `merge_attention_backward` and describe the call to the backends."""
-    return _prepare_backward(*args, **kwargs).call
-
-
-def merge_attention_call(outs: Any, lses: Any, *, packed: bool | None = None) -> registry.Call:
-    """Check the arguments of `merge_attention` and describe the call to the backends."""
-    return _prepare(outs, lses, packed=packed).call
-
-
-class _Prepared(NamedTuple):
-    call: registry.Call
+class Merge(NamedTuple):
+    outs: list[Tensor]
     lses: list[Tensor]  # each of the shape of its out without the last dim
-    packed: bool
 
 
-def _prepare_backward(
-    grad_out: Any, grad_lse: Any, outs: Any, lses: Any, out: Any, lse: Any, *, packed: bool | None = None
-) -> _Prepared:
-    op = "merge_attention_backward"
-    prepared = _prepare(outs, lses, packed=packed, op=op)
-    for name, x, like, of in (
-        ("grad_out", grad_out, outs[0], "outs[0]"),
-        ("out", out, outs[0], "outs[0]"),
-        ("grad_lse", grad_lse, lses[0], "lses[0]"),
-        ("lse", lse, lses[0], "lses[0]"),
-    ):
-        _checks.floating(op, name, x)
-        _checks.shape(op, name, x, like.shape, f"the shape of {of}")
-        _checks.same_dtype(op, name, x, of, like)
-        _checks.same_device(op, name, x, of, like)
-    return prepared._replace(call=prepared.call._replace(launchers=(op,)))
+class MergeBackward(NamedTuple):
+    grad_out: Tensor
+    grad_lse: Tensor
+    outs: list[Tensor]
+    lses: list[Tensor]
+    out: Tensor
+    lse: Tensor
 
 
-def _prepare(outs: Any, lses: Any, *, packed: bool | None, op: str = "merge_attention") -> _Prepared:
+def check_parts(op: str, outs: Any, lses: Any) -> None:
+    """Two lists of tensors, as many in each."""
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, (list, tuple)):
             raise TypeError(f"{op}: {name} is a {type(parts).__name__}; it needs to be a list or tuple of tensors")
@@ -95,40 +70,17 @@ def _prepare(outs: Any, lses: Any, *, packed: bool | None, op: str = "merge_atte
         raise ValueError(f"{op}: outs is empty; it needs at least one part")
     if len(outs) != len(lses):
         raise ValueError(f"{op}: lses has {len(lses)} parts and outs {len(outs)}; they need to be as many")
-    first = outs[0]
     for i, out in enumerate(outs):
         _checks.floating(op, f"outs[{i}]", out)
         if out.dim() not in (3, 4):
             raise ValueError(
                 f"{op}: outs[{i}] has shape {_checks.shape_of(out)}; it needs (B, Hq, Sq, Dv), (B, Hq, Dv) or (Tq, Hq, Dv)"
             )
-        _checks.shape(op, f"outs[{i}]", out, first.shape, "the shape of outs[0]")
-        _checks.same_dtype(op, f"outs[{i}]", out, "outs[0]", first)
-        _checks.same_device(op, f"outs[{i}]", out, "outs[0]", first)
-    _checks.tensor(op, "lses[0]", lses[0])
-    packed = _is_packed(op, first, lses[0], packed)
-    wanted = (first.shape[1], first.shape[0]) if packed else tuple(first.shape[:-1])
     for i, lse in enumerate(lses):
         _checks.floating(op, f"lses[{i}]", lse)
-        _checks.shape(op, f"lses[{i}]", lse, wanted, "(Hq, Tq)" if packed else "the shape of outs without its last dim")
-        if lse.dtype != layout.lse_dtype(first.dtype):
-            raise TypeError(
-                f"{op}: lses[{i}] has dtype {_checks.short(lse.dtype)}; it needs "
-                f"{_checks.short(layout.lse_dtype(first.dtype))}"
-            )
-        _checks.same_device(op, f"lses[{i}]", lse, "outs[0]", first)
-    gradient = _checks.wants_gradient(*outs, *lses)
-    call = registry.Call(
-        op,
-        ("merge_attention", "merge_attention_backward") if gradient else ("merge_attention",),
-        _checks.device_type(first),
-        first.dtype,
-        {"Dv": first.shape[-1], "parts": len(outs)},
-    )
-    return _Prepared(call, [lse.transpose(0, 1) for lse in lses] if packed else list(lses), packed)
 
 
-def _is_packed(op: str, out: Tensor, lse: Tensor, packed: bool | None) -> bool:
+def is_packed(op: str, out: Tensor, lse: Tensor, packed: bool | None) -> bool:
     if out.dim() == 4:
         return False
     if packed is not None:
@@ -142,50 +94,69 @@ def _is_packed(op: str, out: Tensor, lse: Tensor, packed: bool | None) -> bool:
     )
 
 
-def _run_forward(outs: list[Tensor], lses: list[Tensor], backend: str) -> tuple[Tensor, Tensor]:
-    return registry.launcher(backend, "merge_attention")(outs, lses)
+def _turned(lses: Sequence[Any], packed: bool) -> list[Any]:
+    """The lses of a packed batch, (Hq, Tq), as (Tq, Hq)."""
+    return [x.transpose(0, 1) if packed and isinstance(x, Tensor) and x.dim() == 2 else x for x in lses]
 
 
-def _fake_forward(outs: list[Tensor], lses: list[Tensor], backend: str) -> tuple[Tensor, Tensor]:
-    return outs[0].new_empty(outs[0].shape), lses[0].new_empty(lses[0].shape)
+def _check(op: str, *tensors_and_packed: Any) -> Merge:
+    *parts, packed = tensors_and_packed
+    count = len(parts) // 2
+    outs, lses = parts[:count], parts[count:]
+    for i, out in enumerate(outs):
+        _checks.like(op, f"outs[{i}]", out, "outs[0]", outs[0])
+    for i, lse in enumerate(lses):
+        _check_lse(op, f"lses[{i}]", lse, outs[0], packed)
+    return Merge(outs, lses)
 
 
-def _run_backward(
-    grad_out: Tensor, grad_lse: Tensor, outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor, backend: str
-) -> list[Tensor]:
-    return registry.launcher(backend, "merge_attention_backward")(grad_out, grad_lse, outs, lses, out, lse)
+def _check_lse(op: str, name: str, lse: Any, out: Tensor, packed: bool) -> None:
+    _checks.floating(op, name, lse)
+    if lse.shape != out.shape[:-1]:
+        # What the user gave: the lses of a packed batch were turned.
+        shapes = [tuple(reversed(s)) if packed else tuple(s) for s in (lse.shape, out.shape[:-1])]
+        letters = "(Hq, Tq)" if packed else "the shape of outs without its last dim"
+        got, wanted = map(_checks.tuple_text, shapes)
+        raise ValueError(f"{op}: {name} has shape {got}; it needs {wanted} = {letters}")
+    _checks.dtype(op, name, lse, layout.statistics_dtype(out.dtype))
+    _checks.same_device(op, name, lse, "outs[0]", out)
 
 
-def _fake_backward(
-    grad_out: Tensor, grad_lse: Tensor, outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor, backend: str
-) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (*outs, *lses)]
+def _check_backward(op: str, grad_out: Any, grad_lse: Any, *others: Any) -> MergeBackward:
+    *parts, out, lse, packed = others
+    forward = _check(op, *parts, packed)
+    for name, x in (("grad_out", grad_out), ("out", out)):
+        _checks.like(op, name, x, "outs[0]", forward.outs[0])
+    for name, x in (("grad_lse", grad_lse), ("lse", lse)):
+        _check_lse(op, name, x, forward.outs[0], packed)
+    return MergeBackward(grad_out, grad_lse, *forward, out, lse)
 
 
-def _save(ctx: Any, inputs: tuple[list[Tensor], list[Tensor], str], output: tuple[Tensor, Tensor]) -> None:
-    outs, lses, ctx.backend = inputs
-    ctx.parts = len(outs)
-    ctx.save_for_backward(*outs, *lses, *output)
+def _describe(args: Merge | MergeBackward) -> Described:
+    return Described(args.outs[0], {"Dv": args.outs[0].shape[-1], "parts": len(args.outs)})
 
 
-def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[list[Tensor], list[Tensor], None]:
-    *parts, out, lse = ctx.saved_tensors
-    outs, lses = parts[: ctx.parts], parts[ctx.parts :]
-    grads = _backward(grad_out, grad_lse, outs, lses, out, lse, ctx.backend)
-    return grads[: ctx.parts], grads[ctx.parts :], None
+def _fake(args: Merge) -> tuple[Tensor, Tensor]:
+    return args.outs[0].new_empty(args.outs[0].shape), args.lses[0].new_empty(args.lses[0].shape)
 
 
-_forward = _library.define_with_lists(
-    "merge_attention",
-    "(Tensor[] outs, Tensor[] lses, str backend) -> (Tensor, Tensor)",
-    run=_run_forward,
-    fake=_fake_forward,
-    save=_save,
-    backward=_differentiate,
-)
-_backward = _library.define_with_lists(
-    "merge_attention_backward",
-    "(Tensor grad_out, Tensor grad_lse, Tensor[] outs, Tensor[] lses, Tensor out, Tensor lse, str backend) -> Tensor[]",
-    run=_run_backward,
-    fake=_fake_backward,
-)
+def _fake_backward(args: MergeBackward) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (*args.outs, *args.lses)]
+
+
+def _differentiate(saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None) -> list[Tensor]:
+    out, lse = saved.results
+    grad_out = out.new_zeros(out.shape) if grad_out is None else grad_out
+    grad_lse = lse.new_zeros(lse.shape) if grad_lse is None else grad_lse
+    return list(saved.run(_backward, MergeBackward(grad_out, grad_lse, saved.args.outs, saved.args.lses, out, lse)))
+
+
+_forward = Op(
+    "merge_attention", Merge, check=_check, describe=_describe, fake=_fake, returns="(Tensor, Tensor)",
+    backward=_differentiate, backward_launchers=("merge_attention_backward",), saves=("outs", "lses"),
+    saves_results=(0, 1),
+)  # fmt: skip
+_backward = Op(
+    "merge_attention_backward", MergeBackward, check=_check_backward, describe=_describe, fake=_fake_backward,
+    returns="Tensor[]",
+)  # fmt: skip

@@ -6,122 +6,95 @@ Sequence ``b`` owns the rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b+1]`` of q a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any, Literal, Unpack, overload
 
-import torch
 from torch import Tensor
 
 from headwise import layout
-from headwise.backends import registry
-from headwise.config import settings
-from headwise.ops import _checks, _device_values, _library, _remembered
+from headwise.ops import _checks, _device_values
+from headwise.ops._op import Described, Op
 from headwise.ops.attention import _arguments
-from headwise.ops.attention._arguments import Flags, Window
+from headwise.ops.attention._arguments import Attention, AttentionBackward, Packing, Window
+from headwise.ops.attention.dense import GRADIENTS, INPUTS, differentiate, fake_bias_and_sink
 
 LETTERS = ("(Tq, Hq, D)", "(Tk, Hk, D)", "(Tk, Hk, Dv)")
+_NOT_PACKED = (None, None, None)  # lengths per batch
 
 
+class Options(_arguments.CommonOptions, _arguments.DropoutOptions, total=False):
+    """For the overloads of `attention_varlen`."""
+
+    causal: bool
+    deterministic: bool
+
+
+@overload
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    causal: bool = False,
-    window: Window = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    deterministic: bool | None = None,
-    return_lse: bool = False,
-    backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: Literal[False] = False, **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: Literal[True], **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: bool, **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, causal: bool = False, window: Window = None, scale: float | None = None, softcap: float | None = None,
+    sink: Tensor | None = None, dropout: float = 0, dropout_seed: int | Tensor | None = None,
+    deterministic: bool = True, return_lse: bool = False, backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of packed q ``(Tq, Hq, D)`` over k ``(Tk, Hk, D)`` and v ``(Tk, Hk, Dv)``: out ``(Tq, Hq, Dv)``.
 
     cu_seqlens_q, cu_seqlens_k  ``(sequences + 1,)`` ints: 0, then where each sequence ends
     max_seqlen_q, max_seqlen_k  the longest sequence, or more; they size the launch
-    other flags                 as in `attention`; positions count inside each sequence
+    other flags                 as in `attention`; positions count inside each sequence, also for dropout, which drops
+                                what it drops of the padded batch
     return_lse                  also return the lse, float32 ``(Hq, Tq)``
 
     Rows past the last sequence give zeros. Offsets that make no sense give NaN. Differentiable in q, k, v, sink.
     """
-    kind = _remembered.kind(
-        "attention_varlen",
-        (q, k, v, cu_seqlens_q, cu_seqlens_k, sink),
-        (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic, backend),
+    seed = _arguments.seed_beside("attention_varlen", q, dropout, dropout_seed) if dropout else None
+    results = _forward(
+        (q, k, v, None, None, sink, *_NOT_PACKED, cu_seqlens_q, cu_seqlens_k, seed),
+        (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic, dropout),
+        backend,
+        return_lse,
     )
-    run = _remembered.recall(kind)
-    if run is None:
-        p = _prepare(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=window, scale=scale,
-            softcap=softcap, sink=sink, deterministic=deterministic,
-        )  # fmt: skip
-        run = _remembered.keep(
-            kind, _forward, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sink, *p.flags,
-            registry.choose(p.call, backend),
-        )  # fmt: skip
-    out, lse = run(q, k, v, cu_seqlens_q, cu_seqlens_k, sink)
-    return (out, lse) if return_lse else out
+    return results if return_lse else results[0]
 
 
 def attention_varlen_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    causal: bool = False,
-    window: Window = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    deterministic: bool | None = None,
-    grad_lse: Tensor | None = None,
-    need_sink_grad: bool = False,
-    backend: str | None = None,
-) -> tuple[Tensor, ...]:
-    """The gradients ``(dq, dk, dv)`` of `attention_varlen`, and ``dsink`` after them with ``need_sink_grad``."""
-    p = _prepare_backward(
-        grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal,
-        window=window, scale=scale, softcap=softcap, sink=sink, deterministic=deterministic, grad_lse=grad_lse,
-        need_sink_grad=need_sink_grad,
-    )  # fmt: skip
-    dq, dk, dv, dsink = _backward(
-        grad_out, grad_lse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sink, *p.flags,
-        need_sink_grad, registry.choose(p.call, backend),
-    )  # fmt: skip
-    return (dq, dk, dv, dsink) if need_sink_grad else (dq, dk, dv)
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *, causal: bool = False, window: Window = None,
+    scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None, dropout: float = 0,
+    dropout_seed: int | Tensor | None = None, deterministic: bool = True, grad_lse: Tensor | None = None,
+    need_sink_grad: bool = False, backend: str | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients ``(dq, dk, dv)`` of `attention_varlen`, and ``dsink`` after them with ``need_sink_grad``.
+
+    ``dropout`` needs the ``dropout_seed`` of the forward.
+    """
+    seed = _arguments.given_seed("attention_varlen_backward", q, dropout, dropout_seed) if dropout else None
+    grads = _backward(
+        (grad_out, grad_lse, out, lse, q, k, v, None, None, sink, *_NOT_PACKED, cu_seqlens_q, cu_seqlens_k, seed),
+        (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic, dropout, need_sink_grad),
+        backend,
+    )
+    return _arguments.gradients_asked_for(grads, None, False, need_sink_grad)
 
 
-def attention_varlen_call(*args: Any, **kwargs: Any) -> registry.Call:
-    """Check the arguments of `attention_varlen` and describe the call to the backends."""
-    return _prepare(*args, **kwargs).call
-
-
-def attention_varlen_backward_call(*args: Any, **kwargs: Any) -> registry.Call:
-    """Check the arguments of `attention_varlen_backward` and describe the call to the backends."""
-    return _prepare_backward(*args, **kwargs).call
-
-
-class _Prepared(NamedTuple):
-    call: registry.Call
-    flags: Flags
-
-
-def _prepare(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, *,
-    causal: bool = False, window: Window = None, scale: float | None = None, softcap: float | None = None,
-    sink: Any = None, deterministic: bool | None = None, op: str = "attention_varlen",
-) -> _Prepared:  # fmt: skip
+def _check(
+    op: str, q: Any, k: Any, v: Any, mask: None, bias: None, sink: Any, kv_lengths: None, q_lengths: None,
+    kv_starts: None, cu_seqlens_q: Any, cu_seqlens_k: Any, seed: Any, max_seqlen_q: Any, max_seqlen_k: Any,
+    causal: bool, window: Window, scale: float | None, softcap: float | None, deterministic: bool, dropout: float,
+) -> Attention:  # fmt: skip
     _arguments.qkv(op, q, k, v, 3, LETTERS)
     _checks.shape(op, "v", v, (k.shape[0], k.shape[1], v.shape[2]), "(Tk, Hk, Dv)")
     _arguments.grouped_heads(op, q.shape[1], k.shape[1])
@@ -139,115 +112,61 @@ def _prepare(
     _checks.whole(op, "max_seqlen_q", max_seqlen_q, 0)
     _checks.whole(op, "max_seqlen_k", max_seqlen_k, 0)
     _arguments.per_head(op, sink, q, q.shape[1])
-    flags = _arguments.flags(
-        op, q, causal=causal, window=window, scale=scale, softcap=softcap, deterministic=deterministic
-    )
-    gradient = _checks.wants_gradient(q, k, v, sink)
-    call = registry.Call(
-        op,
-        ("attention_varlen_forward", "attention_varlen_backward") if gradient else ("attention_varlen_forward",),
-        _checks.device_type(q),
-        q.dtype,
-        {
-            "Tq": q.shape[0], "Tk": k.shape[0], "Hq": q.shape[1], "Hk": k.shape[1], "Sq": max_seqlen_q,
-            "Sk": max_seqlen_k, "D": q.shape[2], "Dv": v.shape[2],
-        },
-        _arguments.features(flags, sink=sink, gradient=gradient),
-    )  # fmt: skip
-    return _Prepared(call, flags)
+    _arguments.check_seed(op, seed, q)
+    flags = _arguments.flags(op, q, causal, window, scale, softcap, deterministic, dropout)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return Attention(q, k, v, None, None, sink, *_NOT_PACKED, packing, flags, dropout_seed=seed)
 
 
-def _prepare_backward(
-    grad_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *positional: Any, grad_lse: Any = None,
-    need_sink_grad: bool = False, **arguments: Any,
-) -> _Prepared:  # fmt: skip
-    op = "attention_varlen_backward"
-    prepared = _prepare(q, k, v, *positional, op=op, **arguments)
+def _check_backward(
+    op: str, grad_out: Any, grad_lse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, *others: Any
+) -> AttentionBackward:
+    *others, need_sink_grad = others  # type: ignore[assignment]
+    forward = _check(op, q, k, v, *others)
+    shape = (q.shape[0], q.shape[1], v.shape[2])
     _arguments.saved_results(
-        op, grad_out, grad_lse, out, lse, q, (q.shape[0], q.shape[1], v.shape[2]), (q.shape[1], q.shape[0]),
-        ("(Tq, Hq, Dv)", "(Hq, Tq)"),
-    )  # fmt: skip
-    _arguments.needed_gradients(op, False, None, need_sink_grad, arguments.get("sink"))
-    return prepared._replace(call=prepared.call._replace(launchers=(op,)))
-
-
-def _validate(op: str, q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> None:
-    if settings.validate:
-        _device_values.packed(op, "cu_seqlens_q", cu_q, q.shape[0], max_q)
-        _device_values.packed(op, "cu_seqlens_k", cu_k, k.shape[0], max_k)
-
-
-def _run_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    sink: Tensor | None, left: int, right: int, scale: float, softcap: float, deterministic: bool, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _validate("attention_varlen", q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return registry.launcher(backend, "attention_varlen_forward")(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sink,
-        Flags(left, right, scale, softcap, deterministic),
-    )  # fmt: skip
-
-
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    rows, heads, _ = q.shape
-    return q.new_empty((rows, heads, v.shape[2])), q.new_empty((heads, rows), dtype=layout.lse_dtype(q.dtype))
-
-
-def _run_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, sink: Tensor | None, left: int,
-    right: int, scale: float, softcap: float, deterministic: bool, need_sink_grad: bool, backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    _validate("attention_varlen_backward", q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return registry.launcher(backend, "attention_varlen_backward")(
-        grad_out, grad_lse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sink,
-        Flags(left, right, scale, softcap, deterministic), need_sink_grad,
-    )  # fmt: skip
-
-
-def _fake_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, sink: Tensor | None, left: int,
-    right: int, scale: float, softcap: float, deterministic: bool, need_sink_grad: bool, backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dsink = sink.new_empty(sink.shape) if sink is not None and need_sink_grad else q.new_empty(0)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
-
-
-def _save(ctx: Any, args: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_q, cu_k, max_q, max_k, sink, *flags, backend = args
-    ctx.save_for_backward(q, k, v, *outputs, cu_q, cu_k, sink)
-    ctx.longest, ctx.flags, ctx.backend = (max_q, max_k), flags, backend
-
-
-def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, cu_q, cu_k, sink = ctx.saved_tensors
-    nothing = (None,) * (8 + len(ctx.flags) + 1)
-    if grad_out is None and grad_lse is None:
-        return nothing
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    need_sink = ctx.needs_input_grad[7]
-    dq, dk, dv, dsink = _backward(
-        grad_out, grad_lse, q, k, v, out, lse, cu_q, cu_k, *ctx.longest, sink, *ctx.flags, need_sink, ctx.backend
+        op, grad_out, grad_lse, out, lse, q, shape, (shape[1], shape[0]), ("(Tq, Hq, Dv)", "(Hq, Tq)")
     )
-    return dq, dk, dv, *nothing[3:7], dsink if need_sink else None, *nothing[8:]
+    _arguments.needed_gradients(op, False, None, need_sink_grad, forward.sink)
+    return AttentionBackward(grad_out, grad_lse, out, lse, forward, False, need_sink_grad)
 
 
-_SEQUENCES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? sink"
-_FLAGS = "SymInt left, SymInt right, float scale, float softcap, bool deterministic"
-_forward = _library.define(
-    "attention_varlen_forward",
-    f"(Tensor q, Tensor k, Tensor v, {_SEQUENCES}, {_FLAGS}, str backend) -> (Tensor, Tensor)",
-    run=_run_forward,
-    fake=_fake_forward,
-    save=_save,
-    backward=_differentiate,
-)
-_backward = _library.define(
-    "attention_varlen_backward",
-    f"(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SEQUENCES}, "
-    f"{_FLAGS}, bool need_sink_grad, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
-    run=_run_backward,
-    fake=_fake_backward,
-)
+def _describe(args: Attention) -> Described:
+    (tokens, heads, head_dim), (keys, key_heads, value_dim) = args.q.shape, args.v.shape
+    assert args.packing is not None
+    sizes = {
+        "Tq": tokens, "Tk": keys, "Hq": heads, "Hk": key_heads, "Sq": args.packing.max_q, "Sk": args.packing.max_k,
+        "D": head_dim, "Dv": value_dim,
+    }  # fmt: skip
+    return Described(args.q, sizes, _arguments.features(args))
+
+
+def _validate(args: Attention) -> None:
+    assert args.packing is not None
+    cu_q, cu_k, max_q, max_k = args.packing
+    _device_values.packed("attention_varlen", "cu_seqlens_q", cu_q, args.q.shape[0], max_q)
+    _device_values.packed("attention_varlen", "cu_seqlens_k", cu_k, args.k.shape[0], max_k)
+
+
+def _fake(args: Attention) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = args.q.shape
+    lse = args.q.new_empty((heads, tokens), dtype=layout.statistics_dtype(args.q.dtype))
+    return args.q.new_empty((tokens, heads, args.v.shape[2])), lse
+
+
+def _fake_backward(args: AttentionBackward) -> tuple[Tensor | None, ...]:
+    dq, dk, dv = (x.new_empty(x.shape) for x in (args.forward.q, args.forward.k, args.forward.v))
+    return dq, dk, dv, *fake_bias_and_sink(args)
+
+
+_backward = Op(
+    "attention_varlen_backward", AttentionBackward, launcher="attention_backward", check=_check_backward,
+    describe=lambda args: _describe(args.forward), validate=lambda args: _validate(args.forward), fake=_fake_backward,
+    returns=GRADIENTS,
+)  # fmt: skip
+_forward = Op(
+    "attention_varlen_forward", Attention, public="attention_varlen", launcher="attention_forward", check=_check,
+    describe=_describe, validate=_validate, fake=_fake, returns="(Tensor, Tensor)",
+    backward=functools.partial(differentiate, _backward), backward_launchers=("attention_backward",), saves=INPUTS,
+    saves_results=(0, 1), keep="with_lse",
+)  # fmt: skip

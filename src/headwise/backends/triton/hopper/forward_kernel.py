@@ -1,15 +1,31 @@
 """Attention forward for Hopper (sm_90): one persistent kernel in Triton Gluon. docs/hopper-attention.md tells how it works.
 
-A program has one warp that loads and two to four warpgroups that compute. The loading warp copies tiles of q, k and v into
-shared memory through the tensor memory accelerator (TMA), as far ahead as there is room. Each computing warpgroup owns 64
-queries; it issues q·kᵀ of one block of keys before it adds up weights·v of the block before, and takes the exponentials
-while the tensor cores work on the other's products.
+A program has a producer warp and two to four consumer warpgroups. The producer copies tiles of q, k and v into shared memory
+through the tensor memory accelerator (TMA), as far ahead as there is room. Each consumer owns 64 queries; it issues q·kᵀ of
+one block of keys before it adds up weights·v of the block before, and takes the exponentials while the tensor cores work on
+the products of another consumer.
+
+In the signatures, C is the number of a consumer, X are the constants of a `Variant`, S is the register layout of scores, and
+O0 and O1 are those of the two pieces of the output.
 """
 
-# ruff: noqa: RUF005, RUF059  (Gluon has no starred lists; kernels unpack the tuples they are given)
+# ruff: noqa: RUF005  (Gluon has no starred lists)
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+from headwise.backends.triton.hopper.forward_producer import Inputs, Ring, Shared, produce
+from headwise.backends.triton.hopper.forward_schedule import (
+    BAD_LENGTHS,
+    FIELDS,
+    NO_SEQUENCE,
+    ROWS,
+    Call,
+    block_range,
+    from_first_lane,
+    read_tile,
+)
 from headwise.backends.triton.hopper.gluon_names import (
     fence_async_shared,
     gl,
@@ -20,9 +36,9 @@ from headwise.backends.triton.hopper.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from headwise.backends.triton.hopper.loading import produce
-from headwise.backends.triton.hopper.schedule import FIELDS, MAIL, ROWS, block_range, constants, from_first_lane, read
+from headwise.backends.triton.hopper.mailbox import new_barriers, new_mailbox, wait_full
 from headwise.backends.triton.hopper.sequence_rows import store_rows
+from headwise.backends.triton.hopper.variants import constants
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -30,96 +46,174 @@ LN2 = gl.constexpr(0.6931471805599453)
 NOWHERE, EVERYWHERE, AT_THE_EDGES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
-# Turns: the computing warpgroups issue their products one after the other, so that one's exponentials meet the other's
-# products. Turn t is the named barrier 8 + t of the one who waits for it and the one before it.
+class Rows(NamedTuple):
+    """A consumer's 64 queries so far: online softmax statistics, output, and the weights that are not added up yet."""
+
+    highest: Any  # product, of each row
+    total: Any  # of the exponentials, for each lane of a row by itself
+    acc0: Any  # the output, in one or two pieces of the head dim
+    acc1: Any
+    weights: Any
+
+
+class Span(NamedTuple):
+    """The blocks of keys that a tile and a consumer's queries in it visit, from the last one downward.
+
+    All of the consumer's queries see all keys of the blocks in [whole, whole_past); its last block is not counted there.
+    """
+
+    row: Any  # the consumer's first query
+    offset: Any  # from a query to its position among the keys
+    keys: Any
+    tile_lowest: Any
+    tile_past: Any
+    lowest: Any
+    past: Any
+    whole: Any
+    whole_past: Any
 
 
 @gluon.jit
-def _barrier(INSTRUCTION: gl.constexpr):
+def _new_ring(x0, x1, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """With its barriers. Two arrays by turns: after each of one and the same array, all threads wait for each other."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), 1)
+        mbarrier.init(empty.index(i), READERS)
+    return Ring(x0, x1, full, empty)
+
+
+@gluon.jit
+def _span(tile, call, C: gl.constexpr, X: gl.constexpr):
+    row, rows, keys, offset = tile.row + C * ROWS, tile.rows, tile.keys, tile.keys - tile.rows
+    tile_lowest, tile_past = block_range(tile.row, rows, ROWS * X.consumers, offset, keys, call, X)
+    lowest, past = tile_lowest, tile_past
+    if X.has_left or X.has_right:
+        lowest, past = block_range(row, rows, ROWS, offset, keys, call, X)
+        past = gl.minimum(gl.maximum(past, tile_lowest + 1), tile_past)
+        lowest = gl.maximum(gl.minimum(lowest, past - 1), tile_lowest)
+    if X.packed:  # without queries it visits one block, the first
+        none = row >= rows
+        lowest = gl.where(none, tile_past - 1, lowest)
+        past = gl.where(none, tile_past, past)
+    whole, whole_past = lowest, keys // X.keys
+    if X.has_right:
+        whole_past = gl.maximum(gl.minimum(row + offset + call.right + 1, keys), 0) // X.keys
+    if X.has_left:
+        whole = gl.cdiv(gl.maximum(gl.minimum(row + ROWS, rows) - 1 + offset - call.left, 0), X.keys)
+    whole_past = gl.minimum(gl.maximum(whole_past, lowest), past - 1)
+    whole = gl.minimum(gl.maximum(whole, lowest), whole_past)
+    return Span(row, offset, keys, tile_lowest, tile_past, lowest, past, whole, whole_past)
+
+
+# Turns: consumers issue their products one after the other, so that one's exponentials meet another's products. Turn t is
+# the named barrier 8 + t of the one who waits for it and the one before it.
+
+
+@gluon.jit
+def _barrier(INSTRUCTION: gl.constexpr, TURN: gl.constexpr):
     gl.inline_asm_elementwise(
-        "{ " + INSTRUCTION + ", 256; mov.u32 $0, $1; }",
-        "=r,r",
-        [gl.to_tensor(0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        f"{{ {INSTRUCTION} {8 + TURN}, 256; mov.u32 $0, $1; }}",
+        "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _take_turn(C: gl.constexpr):
-    if C == 0:
-        _barrier("bar.sync 8")
-    elif C == 1:
-        _barrier("bar.sync 9")
-    elif C == 2:
-        _barrier("bar.sync 10")
-    else:
-        _barrier("bar.sync 11")
+    _barrier("bar.sync", C)
 
 
 @gluon.jit
 def _pass_turn(C: gl.constexpr, X: gl.constexpr):
-    if X.consumers - 1 == C:
-        _barrier("bar.arrive 8")
-    elif C == 0:
-        _barrier("bar.arrive 9")
-    elif C == 1:
-        _barrier("bar.arrive 10")
-    else:
-        _barrier("bar.arrive 11")
+    _barrier("bar.arrive", (C + 1) % X.consumers)
 
 
 @gluon.jit
-def _skip(
-    count, blocks, k_full, k_empty, v_full, v_empty, C: gl.constexpr, X: gl.constexpr,
-):  # fmt: skip
-    """Give back ``count`` blocks that only the other warpgroups' queries see."""
+def _skip(count, blocks, shared, C: gl.constexpr, X: gl.constexpr):
+    """Give back ``count`` blocks that only the queries of other consumers see."""
     for _ in range(count):
         _take_turn(C)
         _pass_turn(C, X)
-        at = blocks % X.k_stages
-        mbarrier.wait(k_full.index(at), (blocks // X.k_stages) & 1)
-        mbarrier.arrive(k_empty.index(at))
-        at = blocks % X.v_stages
-        mbarrier.wait(v_full.index(at), (blocks // X.v_stages) & 1)
-        mbarrier.arrive(v_empty.index(at))
+        wait_full(shared.k.full, blocks, X.k_stages)
+        mbarrier.arrive(shared.k.empty.index(blocks % X.k_stages))
+        wait_full(shared.v.full, blocks, X.v_stages)
+        mbarrier.arrive(shared.v.empty.index(blocks % X.v_stages))
         blocks += 1
     return blocks
 
 
 @gluon.jit
-def _products(q, k, q1, k1, zeros, X: gl.constexpr):
-    """Issue q·kᵀ over one or two pieces of the head dim."""
-    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+def _skip_to_own(blocks, tile, call, shared, C: gl.constexpr, X: gl.constexpr):
+    """Give back the first blocks of a tile, as far as only other consumers see them. No tile: its row is -1."""
+    span = _span(tile, call, C, X)
+    return _skip(gl.where(tile.row >= 0, span.tile_past - span.past, 0), blocks, shared, C, X)
+
+
+@gluon.jit
+def _queries(shared, at, X: gl.constexpr):
+    """Both pieces of the tile of queries at ``at``."""
+    q0 = shared.q.x0.index(at).reshape([ROWS, X.d0])
+    q1 = q0
     if X.d1 > 0:
-        s = warpgroup_mma(q1, k1.permute((1, 0)), s, is_async=True)
+        q1 = shared.q.x1.index(at).reshape([ROWS, X.d1])
+    return q0, q1
+
+
+@gluon.jit
+def _issue_scores(queries, shared, blocks, zeros, X: gl.constexpr):
+    """Issue q·kᵀ of block ``blocks``, over one or two pieces of the head dim."""
+    q0, q1 = queries
+    at = blocks % X.k_stages
+    k = shared.k.x0.index(at).reshape([X.keys, X.d0])
+    s = warpgroup_mma(q0, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if X.d1 > 0:
+        k = shared.k.x1.index(at).reshape([X.keys, X.d1])
+        s = warpgroup_mma(q1, k.permute((1, 0)), s, is_async=True)
     return s
 
 
 @gluon.jit
-def _capped(s, inner, X: gl.constexpr):
-    """tanh of the products times ``inner``: 1 − 2/(1 + e²ˣ), whose error is small against 1, as a logit's has to be."""
+def _issue_first_scores(done, blocks, more, zeros, shared, C: gl.constexpr, X: gl.constexpr):
+    """Issue the first q·kᵀ of a tile; if there is no more, of what happens to lie there."""
+    at = C * X.q_stages + done % X.q_stages
+    mbarrier.wait(shared.q.full.index(at), (done // X.q_stages) & 1, pred=more)
+    queries = _queries(shared, at, X)
+    wait_full(shared.k.full, blocks, X.k_stages, more)
+    return _issue_scores(queries, shared, blocks, zeros, X)
+
+
+@gluon.jit
+def _issue_output(rows, shared, at, O1: gl.constexpr, X: gl.constexpr):
+    """Issue output += weights · v of the block of values at ``at``. Returns both pieces, and the weights of each."""
+    acc0 = warpgroup_mma(rows.weights, shared.v.x0.index(at).reshape([X.keys, X.d0]), rows.acc0, is_async=True)
+    acc1, weights1 = rows.acc1, rows.weights
+    if X.d1 > 0:
+        weights1 = gl.convert_layout(rows.weights, gl.DotOperandLayout(0, O1, 2))
+        acc1 = warpgroup_mma(weights1, shared.v.x1.index(at).reshape([X.keys, X.d1]), rows.acc1, is_async=True)
+    return acc0, acc1, weights1
+
+
+@gluon.jit
+def _capped(s, call, X: gl.constexpr):
+    """tanh of a product: 1 − 2/(1 + e²ˣ), whose error is small against 1, as a logit's has to be."""
     if X.has_cap:
-        return 1.0 - 2.0 / (1.0 + gl.exp2(s * inner))
+        return 1.0 - 2.0 / (1.0 + gl.exp2(s * call.cap_scale))
     else:
         return s
 
 
 @gluon.jit
-def _hidden(
-    s, block, row, offset, keys, left, right,
-    S: gl.constexpr, X: gl.constexpr,
-):  # fmt: skip
+def _hidden(s, block, span, call, S: gl.constexpr, X: gl.constexpr):
     """−∞ where a query does not see a key."""
     key = block * X.keys + gl.arange(0, X.keys, gl.SliceLayout(0, S))[None, :]
-    position = row + offset + gl.arange(0, ROWS, gl.SliceLayout(1, S))[:, None]
+    position = span.row + span.offset + gl.arange(0, ROWS, gl.SliceLayout(1, S))[:, None]
     if X.has_right:
-        seen = key <= gl.minimum(position + right, keys - 1)
+        seen = key <= gl.minimum(position + call.right, span.keys - 1)
     else:
-        seen = key < keys
+        seen = key < span.keys
     if X.has_left:
-        seen = seen & (key >= position - left)
+        seen = seen & (key >= position - call.left)
     return gl.where(seen, s, -float("inf"))
 
 
@@ -130,58 +224,70 @@ def _lane_sums(p, KEYS: gl.constexpr):
 
 
 @gluon.jit
+def _first_block(s, block, span, call, dtype, S: gl.constexpr, O0: gl.constexpr, O1: gl.constexpr, X: gl.constexpr):
+    """The `Rows` after their first block, whose products are ``s``."""
+    s = _capped(s, call, X)
+    if X.has_left or X.has_right or X.cut:
+        s = _hidden(s, block, span, call, S, X)
+    else:
+        if span.past * X.keys > span.keys:
+            s = _hidden(s, block, span, call, S, X)
+    highest = gl.max(s, 1)
+    reference = highest * call.logit_scale
+    if X.has_left or X.has_right or X.cut:
+        reference = gl.where(highest == -float("inf"), 0.0, reference)
+    p = gl.exp2(s * call.logit_scale - reference[:, None])
+    total = _lane_sums(p, X.keys)
+    weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, O0, 2))
+    acc0 = gl.zeros([ROWS, X.d0], gl.float32, O0)
+    acc1 = acc0
+    if X.d1 > 0:
+        acc1 = gl.zeros([ROWS, X.d1], gl.float32, O1)
+    return Rows(highest, total, acc0, acc1, weights)
+
+
+@gluon.jit
 def _visit(
-    block, count, whole, whole_past, highest, total, acc0, acc1, weights, blocks, q_at, zeros, row, offset, keys, left,
-    right, unit, inner, shared, barriers, MASK: gl.constexpr,
+    rows, block, count, blocks, q_at, zeros, span, call, shared, MASK: gl.constexpr,
     C: gl.constexpr, S: gl.constexpr, O0: gl.constexpr, O1: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the ``count`` blocks below ``block``; ``weights`` are those of ``block``.
+    """The online softmax over the ``count`` blocks below ``block``; ``rows.weights`` are those of ``block``.
 
     MASK: for none of them (NOWHERE), for all, or for those outside [whole, whole_past) (AT_THE_EDGES).
     """
-    q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, o0_s, o1_s, mail = shared
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, mail_full, mail_empty, cut_full = barriers
-    q = q0_s.index(q_at).reshape([ROWS, X.d0])
-    q1 = q
-    if X.d1 > 0:
-        q1 = q1_s.index(q_at).reshape([ROWS, X.d1])
+    highest, total, acc0, acc1, weights = rows
+    queries = _queries(shared, q_at, X)
     for i in range(count):
         v_at = blocks % X.v_stages
         v_phase = (blocks // X.v_stages) & 1
         blocks += 1
-        at = blocks % X.k_stages
-        mbarrier.wait(k_full.index(at), (blocks // X.k_stages) & 1)
+        wait_full(shared.k.full, blocks, X.k_stages)
         _take_turn(C)
-        k = k0_s.index(at).reshape([X.keys, X.d0])
-        k1 = k
-        if X.d1 > 0:
-            k1 = k1_s.index(at).reshape([X.keys, X.d1])
-        s_coming = _products(q, k, q1, k1, zeros, X)
-        mbarrier.wait(v_full.index(v_at), v_phase)
-        acc0_coming = warpgroup_mma(weights, v0_s.index(v_at).reshape([X.keys, X.d0]), acc0, is_async=True)
-        if X.d1 > 0:
-            weights1 = gl.convert_layout(weights, gl.DotOperandLayout(0, O1, 2))
-            acc1_coming = warpgroup_mma(weights1, v1_s.index(v_at).reshape([X.keys, X.d1]), acc1, is_async=True)
+        s_coming = _issue_scores(queries, shared, blocks, zeros, X)
+        mbarrier.wait(shared.v.full.index(v_at), v_phase)
+        acc0_coming, acc1_coming, weights1 = _issue_output(
+            Rows(highest, total, acc0, acc1, weights), shared, v_at, O1, X
+        )
         _pass_turn(C, X)
         if X.d1 > 0:
             s = warpgroup_mma_wait(2, [s_coming])
         else:
             s = warpgroup_mma_wait(1, [s_coming])
-        mbarrier.arrive(k_empty.index(at))
-        s = _capped(s, inner, X)
+        mbarrier.arrive(shared.k.empty.index(blocks % X.k_stages))
+        s = _capped(s, call, X)
         here = block - 1 - i
         if MASK == EVERYWHERE:
-            s = _hidden(s, here, row, offset, keys, left, right, S, X)
+            s = _hidden(s, here, span, call, S, X)
         elif MASK == AT_THE_EDGES:
-            edge = (here >= whole_past) | (here < whole)
+            edge = (here >= span.whole_past) | (here < span.whole)
             if edge:
-                s = _hidden(s, here, row, offset, keys, left, right, S, X)
+                s = _hidden(s, here, span, call, S, X)
         higher = gl.maximum(highest, gl.max(s, 1))
-        reference = higher * unit
+        reference = higher * call.logit_scale
         if MASK != NOWHERE:  # a row may have seen nothing so far
             reference = gl.where(higher == -float("inf"), 0.0, reference)
-        shrink = gl.exp2(highest * unit - reference)
-        p = gl.exp2(s * unit - reference[:, None])
+        shrink = gl.exp2(highest * call.logit_scale - reference)
+        p = gl.exp2(s * call.logit_scale - reference[:, None])
         sums = _lane_sums(p, X.keys)
         total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
         highest = higher
@@ -193,17 +299,72 @@ def _visit(
             )
         else:
             acc0, weights, new_weights = warpgroup_mma_wait(0, [acc0_coming, weights, new_weights])
-        mbarrier.arrive(v_empty.index(v_at))
+        mbarrier.arrive(shared.v.empty.index(v_at))
         weights = new_weights
         acc0 = acc0 * gl.convert_layout(shrink, gl.SliceLayout(1, O0))[:, None]
         if X.d1 > 0:
             acc1 = acc1 * gl.convert_layout(shrink, gl.SliceLayout(1, O1))[:, None]
-    return highest, total, acc0, acc1, weights, blocks
+    return Rows(highest, total, acc0, acc1, weights), blocks
 
 
 @gluon.jit
-def _scaled(acc, factor, X: gl.constexpr):
+def _visit_all(
+    rows, block, blocks, q_at, zeros, span, call, shared,
+    C: gl.constexpr, S: gl.constexpr, O0: gl.constexpr, O1: gl.constexpr, X: gl.constexpr,
+):  # fmt: skip
+    """The online softmax over all blocks below ``block``, the first one."""
+    if X.has_right and not X.has_left:
+        # The masked blocks come first, if there are any, in a loop of their own: a branch in the one that runs for most of
+        # the time costs up to a tenth. To ptxas 12.8 the two must not seem to share the tile of queries: it makes the
+        # descriptor in front of the first and uses it in the second, also where the first is not entered.
+        rows, blocks = _visit(
+            rows, block, block - span.whole_past, blocks, q_at, zeros, span, call, shared, EVERYWHERE, C, S, O0, O1, X
+        )  # fmt: skip
+        return _visit(
+            rows, span.whole_past, span.whole_past - span.lowest, blocks, from_first_lane(q_at), zeros, span, call, shared,
+            NOWHERE, C, S, O0, O1, X,
+        )  # fmt: skip
+    else:
+        MASK: gl.constexpr = AT_THE_EDGES if X.has_left or X.has_right else NOWHERE
+        return _visit(rows, block, block - span.lowest, blocks, q_at, zeros, span, call, shared, MASK, C, S, O0, O1, X)
+
+
+@gluon.jit
+def _store_statistics(rows, tile, span, call, S: gl.constexpr, X: gl.constexpr):
+    """Write lse of a consumer's queries; returns what their outputs are to be multiplied with.
+
+    A row that sees nothing has an output of zeros, and the sink for its lse: that is its denominator.
+    """
+    sums = gl.convert_layout(gl.sum(rows.total, 1), gl.SliceLayout(1, S))
+    top = rows.highest * call.logit_scale  # of the logits, in base 2
+    empty = sums == 0.0
+    factor = 1.0 / gl.where(empty, 1.0, sums)
+    empty_lse = -float("inf")
+    if call.sink is not None:
+        sink = gl.load(call.sink + tile.batch_head % call.heads).to(gl.float32)
+        higher = gl.maximum(top, sink * LOG2E)
+        shrink = gl.where(empty, 0.0, gl.exp2(top - higher))
+        sums = sums * shrink + gl.exp2(sink * LOG2E - higher)
+        top = higher
+        factor = shrink / sums
+        empty_lse = sink
+        if X.packed:
+            empty_lse = gl.where(tile.posted_keys == NO_SEQUENCE, -float("inf"), sink)
+    lse = gl.where(empty, empty_lse, (top + gl.log2(sums)) * LN2)
+    if X.cut:
+        bad = tile.posted_keys == BAD_LENGTHS
+        lse = gl.where(bad, float("nan"), lse)
+        factor = gl.where(bad, float("nan"), gl.where(empty, 0.0, factor))
+    lane = span.row + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+    base = call.lse + tile.batch_head.to(gl.int64) * call.q_length + tile.start
+    gl.store(base + lane, lse, mask=lane < tile.rows)
+    return factor
+
+
+@gluon.jit
+def _scaled(acc, factor, LAYOUT: gl.constexpr, X: gl.constexpr):
     """The output of rows. Rows that see nothing have factor zero: their sums may hold NaN of values that others see."""
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT))[:, None]
     scaled = acc * factor
     if X.cut:
         scaled = gl.where(factor == 0.0, 0.0, scaled)
@@ -211,10 +372,10 @@ def _scaled(acc, factor, X: gl.constexpr):
 
 
 @gluon.jit
-def _store_tile(
-    o0, o1, acc0, acc1, batch, head, start, rows, row, o0_s, o1_s, C: gl.constexpr, X: gl.constexpr
-):  # fmt: skip
+def _store_output(o0, o1, acc0, acc1, tile, row, call, shared, C: gl.constexpr, X: gl.constexpr):
     """A tile of the output through shared memory; rows past the sequence and columns past the tensor are left out."""
+    batch, head = tile.batch_head // call.heads, tile.batch_head % call.heads
+    o0_s, o1_s = shared.o0, shared.o1
     wait_for_stores(0)  # of the tile before
     thread_barrier()
     o0_s.index(C).reshape([ROWS, X.d0]).store(acc0.to(o0_s.dtype))
@@ -222,7 +383,7 @@ def _store_tile(
         o1_s.index(C).reshape([ROWS, X.d1]).store(acc1.to(o0_s.dtype))
     fence_async_shared()
     thread_barrier()
-    store_rows(o0, batch, head, start, rows, row, 0, o0_s.index(C), X.packed)
+    store_rows(o0, batch, head, tile.start, tile.rows, row, 0, o0_s.index(C), X.packed)
     if X.d1 > 0:
         if X.one_o:
             wait_for_stores(0)
@@ -230,76 +391,14 @@ def _store_tile(
             o0_s.index(C).reshape([ROWS, X.d1]).store(acc1.to(o0_s.dtype))
             fence_async_shared()
             thread_barrier()
-            store_rows(o0, batch, head, start, rows, row, X.d0, o0_s.index(C), X.packed)
+            store_rows(o0, batch, head, tile.start, tile.rows, row, X.d0, o0_s.index(C), X.packed)
         else:
-            store_rows(o1, batch, head, start, rows, row, X.d0, o1_s.index(C), X.packed)
+            store_rows(o1, batch, head, tile.start, tile.rows, row, X.d0, o1_s.index(C), X.packed)
 
 
 @gluon.jit
-def _ranges(tile_row, row, rows, keys, left, right, X: gl.constexpr):
-    """(tile's lowest block, and past its last; own lowest, past; whole, whole_past) of a warpgroup's queries at ``row``.
-
-    All of its queries see all keys of the blocks in [whole, whole_past); the last of its own is not counted among them.
-    """
-    offset = keys - rows
-    tile_lowest, tile_past = block_range(tile_row, rows, ROWS * X.consumers, offset, keys, left, right, X)
-    lowest, past = tile_lowest, tile_past
-    if X.has_left or X.has_right:
-        lowest, past = block_range(row, rows, ROWS, offset, keys, left, right, X)
-        past = gl.minimum(gl.maximum(past, tile_lowest + 1), tile_past)
-        lowest = gl.maximum(gl.minimum(lowest, past - 1), tile_lowest)
-    if X.packed:  # without queries it visits one block, the first
-        none = row >= rows
-        lowest = gl.where(none, tile_past - 1, lowest)
-        past = gl.where(none, tile_past, past)
-    whole, whole_past = lowest, keys // X.keys
-    if X.has_right:
-        whole_past = gl.maximum(gl.minimum(row + offset + right + 1, keys), 0) // X.keys
-    if X.has_left:
-        whole = gl.cdiv(gl.maximum(gl.minimum(row + ROWS, rows) - 1 + offset - left, 0), X.keys)
-    whole_past = gl.minimum(gl.maximum(whole_past, lowest), past - 1)
-    whole = gl.minimum(gl.maximum(whole, lowest), whole_past)
-    return tile_lowest, tile_past, lowest, past, whole, whole_past
-
-
-@gluon.jit
-def _skip_to_own(
-    blocks, tile_row, rows, keys, left, right, k_full, k_empty, v_full, v_empty, C: gl.constexpr, X: gl.constexpr
-):
-    """Give back the first blocks of a tile, as far as only the queries of other warpgroups see them. No tile: row is -1."""
-    _, tile_past, _, past, _, _ = _ranges(tile_row, tile_row + C * ROWS, rows, keys, left, right, X)
-    skipped = gl.where(tile_row >= 0, tile_past - past, 0)
-    return _skip(skipped, blocks, k_full, k_empty, v_full, v_empty, C, X)
-
-
-@gluon.jit
-def _first_products(tiles_before, blocks, more, zeros, shared, barriers, C: gl.constexpr, X: gl.constexpr):
-    """Issue the first q·kᵀ of a tile; if there is no more, of what happens to lie there."""
-    q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, o0_s, o1_s, mail = shared
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, mail_full, mail_empty, cut_full = barriers
-    at = C * X.q_stages + tiles_before % X.q_stages
-    mbarrier.wait(q_full.index(at), (tiles_before // X.q_stages) & 1, pred=more)
-    q = q0_s.index(at).reshape([ROWS, X.d0])
-    q1 = q
-    if X.d1 > 0:
-        q1 = q1_s.index(at).reshape([ROWS, X.d1])
-    at = blocks % X.k_stages
-    mbarrier.wait(k_full.index(at), (blocks // X.k_stages) & 1, pred=more)
-    k = k0_s.index(at).reshape([X.keys, X.d0])
-    k1 = k
-    if X.d1 > 0:
-        k1 = k1_s.index(at).reshape([X.keys, X.d1])
-    return _products(q, k, q1, k1, zeros, X)
-
-
-@gluon.jit
-def _consume(C: gl.constexpr, o0, o1, tensors, numbers, unit, inner, shared, barriers, X: gl.constexpr):
-    lse, sink, lengths, cu_q, cu_k, counter = tensors
-    (
-        q_length, k_length, heads, group, tiles, works, heads_at_once, left, right, sequences, longest_q, longest_k
-    ) = numbers  # fmt: skip
-    q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, o0_s, o1_s, mail = shared
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, mail_full, mail_empty, cut_full = barriers
+def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
+    """A consumer warpgroup: 64 queries of one tile after the other. The first q·kᵀ of a tile is issued in the one before."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.keys, 16])
     O0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.d0, 16])
     O1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.d1 if X.d1 > 0 else 16, 16])
@@ -309,145 +408,70 @@ def _consume(C: gl.constexpr, o0, o1, tensors, numbers, unit, inner, shared, bar
     done, blocks = 0, 0
     if X.consumers - 1 == C:
         _pass_turn(C, X)  # the first goes first
-    tile_row, batch_head, keys, start, rows = read(mail, mail_full, mail_empty, 0, q_length, k_length, X)
-    bad = keys < 0
-    keys = gl.maximum(keys, 0)
+    tile = read_tile(shared.mailbox, 0, call, X)
     if BANDED:
-        blocks = _skip_to_own(blocks, tile_row, rows, keys, left, right, k_full, k_empty, v_full, v_empty, C, X)
-    s = warpgroup_mma_wait(0, [_first_products(0, blocks, tile_row >= 0, zeros, shared, barriers, C, X)])
-    mbarrier.arrive(k_empty.index(blocks % X.k_stages), pred=tile_row >= 0)
-    while tile_row >= 0:
-        offset = keys - rows
-        row = tile_row + C * ROWS
-        tile_lowest, tile_past, lowest, past, whole, whole_past = _ranges(tile_row, row, rows, keys, left, right, X)
-        block = past - 1
+        blocks = _skip_to_own(blocks, tile, call, shared, C, X)
+    s = warpgroup_mma_wait(0, [_issue_first_scores(0, blocks, tile.row >= 0, zeros, shared, C, X)])
+    mbarrier.arrive(shared.k.empty.index(blocks % X.k_stages), pred=tile.row >= 0)
+    while tile.row >= 0:
+        span = _span(tile, call, C, X)
         q_at = C * X.q_stages + done % X.q_stages
-        s = _capped(s, inner, X)
-        if BANDED or X.cut:
-            s = _hidden(s, block, row, offset, keys, left, right, S, X)
-        else:
-            if past * X.keys > keys:
-                s = _hidden(s, block, row, offset, keys, left, right, S, X)
-        highest = gl.max(s, 1)
-        reference = highest * unit
-        if BANDED or X.cut:
-            reference = gl.where(highest == -float("inf"), 0.0, reference)
-        p = gl.exp2(s * unit - reference[:, None])
-        total = _lane_sums(p, X.keys)
-        weights = gl.convert_layout(p.to(q0_s.dtype), gl.DotOperandLayout(0, O0, 2))
-        acc0 = gl.zeros([ROWS, X.d0], gl.float32, O0)
-        acc1 = acc0
-        if X.d1 > 0:
-            acc1 = gl.zeros([ROWS, X.d1], gl.float32, O1)
+        block = span.past - 1
+        rows = _first_block(s, block, span, call, shared.q.x0.dtype, S, O0, O1, X)
+        rows, blocks = _visit_all(rows, block, blocks, q_at, zeros, span, call, shared, C, S, O0, O1, X)
+        mbarrier.arrive(shared.q.empty.index(q_at))
 
-        if X.has_right and not X.has_left:
-            # The masked blocks come first, if there are any, in a loop of their own: a branch in the one that runs for most
-            # of the time costs up to a tenth. To ptxas 12.8 the two must not seem to share the tile of queries: it makes the
-            # descriptor in front of the first and uses it in the second, also where the first is not entered.
-            highest, total, acc0, acc1, weights, blocks = _visit(
-                block, block - whole_past, whole, whole_past, highest, total, acc0, acc1, weights, blocks, q_at, zeros, row,
-                offset, keys, left, right, unit, inner, shared, barriers, EVERYWHERE, C, S, O0, O1, X,
-            )  # fmt: skip
-            highest, total, acc0, acc1, weights, blocks = _visit(
-                whole_past, whole_past - lowest, whole, whole_past, highest, total, acc0, acc1, weights, blocks,
-                from_first_lane(q_at), zeros, row, offset, keys, left, right, unit, inner, shared, barriers, NOWHERE,
-                C, S, O0, O1, X,
-            )  # fmt: skip
-        else:
-            highest, total, acc0, acc1, weights, blocks = _visit(
-                block, block - lowest, whole, whole_past, highest, total, acc0, acc1, weights, blocks, q_at, zeros, row,
-                offset, keys, left, right, unit, inner, shared, barriers, AT_THE_EDGES if BANDED else NOWHERE,
-                C, S, O0, O1, X,
-            )  # fmt: skip
-        mbarrier.arrive(q_empty.index(q_at))
-
-        # The last weights·v. It overlaps with the first q·kᵀ of the next tile, but where a window lets this warpgroup skip
+        # The last weights·v. It overlaps with the first q·kᵀ of the next tile, but where a window lets this consumer skip
         # blocks in between: the ring may have no room for those until these values are given back.
         v_at = blocks % X.v_stages
-        mbarrier.wait(v_full.index(v_at), (blocks // X.v_stages) & 1)
-        acc0_coming = warpgroup_mma(weights, v0_s.index(v_at).reshape([X.keys, X.d0]), acc0, is_async=True)
-        if X.d1 > 0:
-            weights1 = gl.convert_layout(weights, gl.DotOperandLayout(0, O1, 2))
-            acc1_coming = warpgroup_mma(weights1, v1_s.index(v_at).reshape([X.keys, X.d1]), acc1, is_async=True)
+        wait_full(shared.v.full, blocks, X.v_stages)
+        acc0_coming, acc1_coming, weights1 = _issue_output(rows, shared, v_at, O1, X)
+        acc0, acc1, weights = rows.acc0, rows.acc1, rows.weights
         blocks += 1
         done += 1
-        next_tile_row, next_batch_head, next_keys, next_start, next_rows = read(
-            mail,
-            mail_full,
-            mail_empty,
-            done,
-            q_length,
-            k_length,
-            X,
-        )
-        next_bad = next_keys < 0
-        next_keys = gl.maximum(next_keys, 0)
-        more = next_tile_row >= 0
+        coming = read_tile(shared.mailbox, done, call, X)
+        more = coming.row >= 0
         if PV_FIRST:
             if X.d1 > 0:
                 acc0, acc1, weights, weights1 = warpgroup_mma_wait(0, [acc0_coming, acc1_coming, weights, weights1])
             else:
                 acc0, weights = warpgroup_mma_wait(0, [acc0_coming, weights])
-            mbarrier.arrive(v_empty.index(v_at))
+            mbarrier.arrive(shared.v.empty.index(v_at))
         elif X.packed:  # for the same reason; what is added up for no query may be wrong
-            mbarrier.arrive(v_empty.index(v_at), pred=row >= rows)
+            mbarrier.arrive(shared.v.empty.index(v_at), pred=span.row >= tile.rows)
         if X.has_left or X.packed:
-            blocks = _skip(lowest - tile_lowest, blocks, k_full, k_empty, v_full, v_empty, C, X)
+            blocks = _skip(span.lowest - span.tile_lowest, blocks, shared, C, X)
         if X.ahead > 0:
             if BANDED:
-                blocks = _skip_to_own(
-                    blocks, next_tile_row, next_rows, next_keys, left, right, k_full, k_empty, v_full, v_empty, C, X
-                )
-            s_coming = _first_products(done, blocks, more, zeros, shared, barriers, C, X)
+                blocks = _skip_to_own(blocks, coming, call, shared, C, X)
+            s_coming = _issue_first_scores(done, blocks, more, zeros, shared, C, X)
             if not PV_FIRST:
                 if X.d1 > 0:
                     acc0, acc1, weights, weights1 = warpgroup_mma_wait(2, [acc0_coming, acc1_coming, weights, weights1])
                 else:
                     acc0, weights = warpgroup_mma_wait(1, [acc0_coming, weights])
                 if X.packed:
-                    mbarrier.arrive(v_empty.index(v_at), pred=row < rows)
+                    mbarrier.arrive(shared.v.empty.index(v_at), pred=span.row < tile.rows)
                 else:
-                    mbarrier.arrive(v_empty.index(v_at))
+                    mbarrier.arrive(shared.v.empty.index(v_at))
 
-        sums = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, S))
-        top = highest * unit  # of the logits, in base 2
-        empty = sums == 0.0
-        factor = 1.0 / gl.where(empty, 1.0, sums)
-        if sink is not None:
-            at_sink = gl.load(sink + batch_head % heads).to(gl.float32) * LOG2E
-            higher = gl.maximum(top, at_sink)
-            shrink = gl.where(empty, 0.0, gl.exp2(top - higher))
-            sums = sums * shrink + gl.exp2(at_sink - higher)
-            top = higher
-            factor = shrink / sums
-        row_lse = gl.where(empty, -float("inf"), (top + gl.log2(sums)) * LN2)
-        if X.cut:
-            row_lse = gl.where(bad, float("nan"), row_lse)
-            factor = gl.where(bad, float("nan"), gl.where(empty, 0.0, factor))
-        lane = row + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        gl.store(lse + batch_head.to(gl.int64) * q_length + start + lane, row_lse, mask=lane < rows)
-
-        batch = batch_head // heads
-        head = batch_head % heads
-        acc0 = _scaled(acc0, gl.convert_layout(factor, gl.SliceLayout(1, O0))[:, None], X)
+        # Epilogue.
+        factor = _store_statistics(rows, tile, span, call, S, X)
+        acc0 = _scaled(acc0, factor, O0, X)
         if X.d1 > 0:
-            acc1 = _scaled(acc1, gl.convert_layout(factor, gl.SliceLayout(1, O1))[:, None], X)
+            acc1 = _scaled(acc1, factor, O1, X)
         if X.packed:
-            if row < rows:
-                _store_tile(o0, o1, acc0, acc1, batch, head, start, rows, row, o0_s, o1_s, C, X)
+            if span.row < tile.rows:
+                _store_output(o0, o1, acc0, acc1, tile, span.row, call, shared, C, X)
         else:
-            _store_tile(o0, o1, acc0, acc1, batch, head, start, rows, row, o0_s, o1_s, C, X)
+            _store_output(o0, o1, acc0, acc1, tile, span.row, call, shared, C, X)
         if X.ahead == 0:
             if BANDED:
-                blocks = _skip_to_own(
-                    blocks, next_tile_row, next_rows, next_keys, left, right, k_full, k_empty, v_full, v_empty, C, X
-                )
-            s_coming = _first_products(done, blocks, more, zeros, shared, barriers, C, X)
+                blocks = _skip_to_own(blocks, coming, call, shared, C, X)
+            s_coming = _issue_first_scores(done, blocks, more, zeros, shared, C, X)
         s = warpgroup_mma_wait(0, [s_coming])
-        mbarrier.arrive(k_empty.index(blocks % X.k_stages), pred=more)
-        tile_row, batch_head, keys, start, rows, bad = (
-            next_tile_row, next_batch_head, next_keys, next_start, next_rows, next_bad
-        )  # fmt: skip
+        mbarrier.arrive(shared.k.empty.index(blocks % X.k_stages), pred=more)
+        tile = coming
     wait_for_stores(0)
     if C == 0:
         _take_turn(C)
@@ -460,96 +484,54 @@ def _consume(C: gl.constexpr, o0, o1, tensors, numbers, unit, inner, shared, bar
     ],
     do_not_specialize_on_alignment=["lse", "sink", "lengths", "cu_q", "cu_k", "counter"],
 )  # fmt: skip
-def forward(
+def forward_kernel(
     q0, q1, k0, k1, v0, v1, o0, o1, lse, sink, lengths, cu_q, cu_k, counter,
     q_length, k_length, heads, group, tiles, works, heads_at_once, left, right, sequences, longest_q, longest_k,
-    unit, inner,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr, PACKED: gl.constexpr, CUT: gl.constexpr,
-    CONSUMERS: gl.constexpr, KEYS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, ONE_O: gl.constexpr,
-    AHEAD: gl.constexpr, KEYS_FIRST: gl.constexpr, SEARCH: gl.constexpr,
+    logit_scale, cap_scale, VARIANT: gl.constexpr,
 ):  # fmt: skip
-    """A persistent program. ``unit`` times a product is a logit in base 2; with a cap, ``unit`` times its tanh is."""
-    X: gl.constexpr = constants(
-        HAS_LEFT,
-        HAS_RIGHT,
-        HAS_CAP,
-        PACKED,
-        CUT,
-        CONSUMERS,
-        KEYS,
-        D0,
-        D1,
-        K_STAGES,
-        V_STAGES,
-        Q_STAGES,
-        ONE_O,
-        AHEAD,
-        KEYS_FIRST,
-        SEARCH,
-    )
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q0_s = gl.allocate_shared_memory(q0.dtype, [X.consumers * X.q_stages] + q0.block_shape, q0.layout)
+    """A persistent program. The parameters are those of `Inputs` and `Call`, the output, and a `Variant`."""
+    X: gl.constexpr = constants(VARIANT)
+    inputs = Inputs(q0, q1, k0, k1, v0, v1)
+    call = Call(
+        lse, sink, lengths, cu_q, cu_k, counter, q_length, k_length, heads, group, tiles, works, heads_at_once, left, right,
+        sequences, longest_q, longest_k, logit_scale, cap_scale,
+    )  # fmt: skip
+    QUERY_TILES: gl.constexpr = X.consumers * X.q_stages
+    q0_s = gl.allocate_shared_memory(q0.dtype, [QUERY_TILES] + q0.block_shape, q0.layout)
     k0_s = gl.allocate_shared_memory(q0.dtype, [X.k_stages] + k0.block_shape, k0.layout)
     v0_s = gl.allocate_shared_memory(q0.dtype, [X.v_stages] + v0.block_shape, v0.layout)
     o0_s = gl.allocate_shared_memory(q0.dtype, [X.consumers] + o0.block_shape, o0.layout)
     q1_s, k1_s, v1_s, o1_s = q0_s, k0_s, v0_s, o0_s
     if X.d1 > 0:
-        q1_s = gl.allocate_shared_memory(q0.dtype, [X.consumers * X.q_stages] + q1.block_shape, q1.layout)
+        q1_s = gl.allocate_shared_memory(q0.dtype, [QUERY_TILES] + q1.block_shape, q1.layout)
         k1_s = gl.allocate_shared_memory(q0.dtype, [X.k_stages] + k1.block_shape, k1.layout)
         v1_s = gl.allocate_shared_memory(q0.dtype, [X.v_stages] + v1.block_shape, v1.layout)
         if not X.one_o:
             o1_s = gl.allocate_shared_memory(q0.dtype, [X.consumers] + o1.block_shape, o1.layout)
-    mail = gl.allocate_shared_memory(gl.int32, [MAIL * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = gl.allocate_shared_memory(gl.int64, [X.consumers * X.q_stages, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [X.consumers * X.q_stages, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [X.k_stages, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [X.k_stages, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [X.v_stages, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [X.v_stages, 1], BARRIER)
-    mail_full = gl.allocate_shared_memory(gl.int64, [MAIL, 1], BARRIER)
-    mail_empty = gl.allocate_shared_memory(gl.int64, [MAIL, 1], BARRIER)
-    cut_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-    mbarrier.init(cut_full.index(0), 1)
-    for i in gl.static_range(X.consumers * X.q_stages):
-        mbarrier.init(q_full.index(i), 1)
-        mbarrier.init(q_empty.index(i), 1)
-    for i in gl.static_range(K_STAGES):
-        mbarrier.init(k_full.index(i), 1)
-        mbarrier.init(k_empty.index(i), X.consumers)
-    for i in gl.static_range(V_STAGES):
-        mbarrier.init(v_full.index(i), 1)
-        mbarrier.init(v_empty.index(i), X.consumers)
-    for i in gl.static_range(MAIL):
-        mbarrier.init(mail_full.index(i), 1)
-        mbarrier.init(mail_empty.index(i), X.consumers)
+    q = _new_ring(q0_s, q1_s, QUERY_TILES, 1)
+    k = _new_ring(k0_s, k1_s, X.k_stages, X.consumers)
+    v = _new_ring(v0_s, v1_s, X.v_stages, X.consumers)
+    shared = Shared(q, k, v, o0_s, o1_s, new_mailbox(FIELDS, X.consumers), new_barriers(1, 1))
     fence_async_shared()
-    shared = (q0_s, q1_s, k0_s, k1_s, v0_s, v1_s, o0_s, o1_s, mail)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, mail_full, mail_empty, cut_full)
-    descriptors = (q0, q1, k0, k1, v0, v1)
-    tensors = (lse, sink, lengths, cu_q, cu_k, counter)
-    numbers = (
-        q_length, k_length, heads, group, tiles, works, heads_at_once, left, right, sequences, longest_q, longest_k
-    )  # fmt: skip
     # Argument tuples have to stand inside the call.
     if X.consumers == 2:
         gl.warp_specialize([
-            (_consume, (gl.constexpr(0), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
-            (_consume, (gl.constexpr(1), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
-            (produce, (descriptors, tensors, numbers, shared, barriers, X)),
+            (_consume, (gl.constexpr(0), o0, o1, call, shared, X)),
+            (_consume, (gl.constexpr(1), o0, o1, call, shared, X)),
+            (produce, (inputs, call, shared, X)),
         ], [4, 1], [232, 40] if X.cut else [240, 24])  # fmt: skip
     elif X.consumers == 3:
         gl.warp_specialize([
-            (_consume, (gl.constexpr(0), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
-            (_consume, (gl.constexpr(1), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
-            (_consume, (gl.constexpr(2), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
-            (produce, (descriptors, tensors, numbers, shared, barriers, X)),
+            (_consume, (gl.constexpr(0), o0, o1, call, shared, X)),
+            (_consume, (gl.constexpr(1), o0, o1, call, shared, X)),
+            (_consume, (gl.constexpr(2), o0, o1, call, shared, X)),
+            (produce, (inputs, call, shared, X)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (gl.constexpr(0), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
-            (_consume, (gl.constexpr(1), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
-            (_consume, (gl.constexpr(2), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
-            (_consume, (gl.constexpr(3), o0, o1, tensors, numbers, unit, inner, shared, barriers, X)),
-            (produce, (descriptors, tensors, numbers, shared, barriers, X)),
+            (_consume, (gl.constexpr(0), o0, o1, call, shared, X)),
+            (_consume, (gl.constexpr(1), o0, o1, call, shared, X)),
+            (_consume, (gl.constexpr(2), o0, o1, call, shared, X)),
+            (_consume, (gl.constexpr(3), o0, o1, call, shared, X)),
+            (produce, (inputs, call, shared, X)),
         ], [4, 4, 4, 1], [112, 112, 112, 32])  # fmt: skip

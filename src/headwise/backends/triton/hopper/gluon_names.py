@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,6 +27,20 @@ store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_
 wait_for_stores = tma.store_wait
 
 
+class Members(dict[str, Any]):
+    """The members of a named tuple of constants, and of tuples inside it.
+
+    Since Triton 3.9 kernels see a tuple of Triton's own. (A class, because functions of constants may call no functions.)
+    """
+
+    def __init__(self, struct: Any) -> None:
+        for name, value in zip(getattr(struct, "_fields", None) or struct.type.fields, struct, strict=True):
+            if isinstance(value, (tuple, gl.tuple)):
+                self.update(Members(value))
+            else:
+                self[name] = value.value if isinstance(value, gl.constexpr) else value
+
+
 @gluon.jit
 def reinterpret(buffer, SHAPE, LAYOUT: gl.constexpr):
     """The same shared memory in another shape and layout."""
@@ -35,6 +51,7 @@ def reinterpret(buffer, SHAPE, LAYOUT: gl.constexpr):
 
 
 __all__ = [
+    "Members",
     "TensorDescriptor",
     "constexpr_function",
     "fence_async_shared",

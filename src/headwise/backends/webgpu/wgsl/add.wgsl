@@ -6,11 +6,7 @@
 {{ output("y", dtype, 4) }}
 {{ params("vectors: u32") }}
 
-@compute @workgroup_size(256)
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let i = (group.x + group.y * groups.x) * 256u + thread;
-    if (i < params.vectors) {
-        store_y(i, load_a(i) + load_b(i));
-    }
+@compute @workgroup_size(256) {{ main() }}
+    let i = workgroup * 256u + thread;
+    if (i < params.vectors) { store_y(i, load_a(i) + load_b(i)); }
 }

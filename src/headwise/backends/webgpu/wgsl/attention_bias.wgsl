@@ -1,35 +1,22 @@
 // The gradient of an attention bias: ds, summed over the dims that the bias is broadcast over.
 //
-//   ds_ij = exp(s_ij - lse_i) (dO_i · v_j - delta_i)
+//   ds_ij = exp(s_ij - lse_i) (D_ij dO_i · v_j - delta_i)      D is 1, or under dropout 0 or 1 / (1 - dropout)
 //
 //   q, grad (B, Hq, Sq, ·)   k, v (B, Hk, Sk, ·)   stats: see attention_stats.wgsl
-//   parts   f32, (shares, and then the shape of the bias), any strides
+//   partials f32, (splits, and then the shape of the bias), any strides
 //
-// A workgroup owns a tile of 32 × 32 of the bias (one row or one key wide where the bias is) and walks, in order, over its
-// share of the tiles of scores that read it; 8 × 8 threads compute 4 × 4 scores each, every eighth row and key. Shares are
-// added up in order afterwards (attention_bias_sum.wgsl). No memory but for a few copies of the bias.
+// A workgroup owns a tile of 32 × 32 of the bias (one row or one key wide if the bias is) and loops over its split of the
+// tiles of scores that read it; 8 × 8 threads compute 4 × 4 scores each, every eighth row and key. attention_bias_sum.wgsl
+// adds the splits in order.
 //
 // variables: variant (see scores.wgsl), dtype, first (vectors of a row of q, k), second (of v, dO),
 //            per_batch, per_head, per_query, per_key (bools: dims that the bias has)
 {% import "scores.wgsl" as scores with context %}
-{{ input("q", dtype, 4) }}
-{{ input("k", dtype, 4) }}
-{{ input("v", dtype, 4) }}
-{{ input("grad", dtype, 4) }}
-{{ input("stats", "u32", 2) }}
-{% if variant.mask %}
-{{ input("mask", "u8", 1) }}
-{% endif %}
-{{ input("bias", variant.bias, 1) }}
-{{ output("parts", "f32", 1) }}
-{{ params("shares: u32, add: u32, window_first: i32, window_past: i32, stats_first: u32, length_first: u32, q_b: u32, q_h: u32, q_s: u32, k_b: u32, k_h: u32, k_s: u32, v_b: u32, v_h: u32, v_s: u32, grad_b: u32, grad_h: u32, grad_s: u32, parts_share: u32, parts_b: u32, parts_h: u32, parts_q: u32, parts_k: u32, " ~ scores.fields(variant)) }}
-{% if variant.lengths %}
-// The lengths lie before the rows' numbers.
-fn load_aux(batch: u32) -> u32 { return load_stats(params.length_first + batch).x; }
-{% endif %}
+{{ scores.backward_inputs(variant, dtype) }}
+{{ output("partials", "f32", 1) }}
+{{ params("splits: u32, add: u32, window_first: i32, window_past: i32, stats_first: u32, " ~ scores.strides("q k v grad") ~ ", partials_split: u32, partials_b: u32, partials_h: u32, partials_q: u32, partials_k: u32, " ~ scores.fields(variant)) }}
 {{ scores.functions(variant) }}
 {{ scores.logits(variant) }}
-const EMPTY_LSE = 1e30f; // what stats hold for a row that sees nothing
 
 // Four vectors of each of 32 rows and 32 keys; sums of the threads' scores, where the bias is one row or one key wide.
 {% for x in range(4) %}
@@ -80,23 +67,21 @@ var<workgroup> sums: array<f32, 288>;
 fn keep(at: u32, sum: f32, bad: bool) {
     let value = select(sum, not_a_number(), bad);
     if (params.add != 0u) {
-        store_parts(at, load_parts(at) + value);
+        store_partials(at, load_partials(at) + value);
     } else {
-        store_parts(at, value);
+        store_partials(at, value);
     }
 }
 
-@compute @workgroup_size(64)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
+@compute @workgroup_size(64) {{ main() }}
     let across = thread % 8u;
     let down = thread / 8u;
-    // Masks and biases that are too large to bind at once come in windows of queries.
+    // Masks and biases that are larger than a binding are cut into windows of queries.
     let q_tiles = (u32(params.window_past - params.window_first) + 31u) / 32u;
     let k_tiles = (params.k_length + 31u) / 32u;
 
-    // Which tile of the bias, and everything that reads it: every combination of the dims left out.
-    var rest = workgroup.x + workgroup.y * workgroups.x;
+    // The tile of the bias, and the number of tiles of scores that read it: one for each combination of the broadcast dims.
+    var rest = workgroup;
     var readers = 1u;
 {% for per, name, count in ((per_key, "own_k", "k_tiles"), (per_query, "own_q", "q_tiles"), (per_head, "own_h", "params.heads"), (per_batch, "own_b", "params.batch")) %}
 {% if per %}
@@ -107,8 +92,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     readers *= {{ count }};
 {% endif %}
 {% endfor %}
-    let share = rest;
-    if (share >= params.shares) { return; }
+    let split = rest;
+    if (split >= params.splits) { return; }
 
 {% for i in range(4) %}
 {% for j in range(4) %}
@@ -116,7 +101,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {% endfor %}
 {% endfor %}
     var any_bad = false;
-    for (var reader = share; reader < readers; reader += params.shares) {
+    for (var reader = split; reader < readers; reader += params.splits) {
         var place = reader;
 {% for per, name, own, count in ((per_key, "k_tile", "own_k", "k_tiles"), (per_query, "q_tile", "own_q", "q_tiles"), (per_head, "head", "own_h", "params.heads"), (per_batch, "batch", "own_b", "params.batch")) %}
 {% if per %}
@@ -126,45 +111,51 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
         place /= {{ count }};
 {% endif %}
 {% endfor %}
-        let length = keys_of(batch);
-        any_bad = any_bad || length < 0;
-        let keys = max(length, 0);
-        let queries = i32(params.q_length);
-        let offset = keys - queries;
+        let extent = extent_of(batch);
+        any_bad = any_bad || extent.bad;
+        let offset = extent.keys - extent.queries;
+        let past_row = min(params.window_past, extent.queries);
         let q_first = params.window_first + i32(q_tile * 32u);
         let k_first = i32(k_tile * 32u);
-        let first_range = visible_keys(q_first + offset, keys);
-        let last_range = visible_keys(min(q_first + 32, params.window_past) - 1 + offset, keys);
-        if (k_first < last_range.y && k_first + 32 > first_range.x) {
+        let first_range = visible_keys(q_first + offset, extent);
+        let last_range = visible_keys(min(q_first + 32, past_row) - 1 + offset, extent);
+        if (q_first < past_row && k_first < last_range.y && k_first + 32 > first_range.x) {
             let key_head = head / params.group;
-            let row_at = u32(min(q_first + i32(thread % 32u), queries - 1));
-            let key_at = u32(min(k_first + i32(thread % 32u), keys - 1));
+            let row_at = u32(min(q_first + i32(thread % 32u), past_row - 1));
+            let key_at = u32(min(k_first + i32(thread % 32u), extent.keys - 1));
             let q_base = batch * params.q_b + head * params.q_h + row_at * params.q_s;
             let grad_base = batch * params.grad_b + head * params.grad_h + row_at * params.grad_s;
             let k_base = batch * params.k_b + key_head * params.k_h + key_at * params.k_s;
             let v_base = batch * params.v_b + key_head * params.v_h + key_at * params.v_s;
 {{ products("s", "q", "k", first) }}
 {{ products("dp", "grad", "v", second) }}
+{% if variant.dropout %}
+            let dropout = dropout_of(params.first_batch + batch, head);
+{% endif %}
             let stats_base = params.stats_first + (batch * params.heads + head) * params.q_length;
 {% for i in range(4) %}
             {
                 let row = q_first + i32(down) + {{ 8 * i }};
-                let range = visible_keys(row + offset, keys);
-                let query = u32(min(row, params.window_past - 1));
-                let query_seen = query - u32(params.window_first); // by mask and bias
+                let range = visible_keys(row + offset, extent);
+                let query = u32(min(row, past_row - 1));
+                let query_bound = query - u32(params.window_first); // in what is bound of mask and bias
                 let own = bitcast<vec2<f32>>(load_stats(stats_base + query));
-                let alive = row < params.window_past && own.x != EMPTY_LSE;
 {% for j in range(4) %}
                 {
                     let key = k_first + i32(across) + {{ 8 * j }};
-                    let inside = u32(min(key, keys - 1));
-                    let added = bias_of(batch, head, query_seen, inside);
+                    let inside = u32(min(key, extent.keys - 1));
+                    let added = bias_of(batch, head, query_bound, inside);
                     let logit = biased(logit_of(s{{ i }}{{ j }}), added);
-                    let ds = exp2((logit - own.x) * LOG2E) * (dp{{ i }}{{ j }} - own.y);
-                    // Not &&, which is a branch each: sixteen times three of them in a loop, and a compiler runs out of memory.
-                    var seen = alive & (key >= range.x) & (key < range.y) & (bitcast<u32>(added) != 0xff800000u);
+{% if variant.dropout %}
+                    let dp = select(0.0, dp{{ i }}{{ j }} * params.kept_scale, kept(dropout, query, inside));
+{% else %}
+                    let dp = dp{{ i }}{{ j }};
+{% endif %}
+                    let ds = exp2((logit - own.x) * LOG2E) * (dp - own.y);
+                    // & instead of &&, which would be so many branches that a compiler runs out of memory.
+                    var seen = (row < past_row) & (key >= range.x) & (key < range.y) & (bitcast<u32>(added) != 0xff800000u);
 {% if variant.mask %}
-                    seen = seen & !masked_out(batch, head, query_seen, inside);
+                    seen = seen & !masked_out(batch, head, query_bound, inside);
 {% endif %}
                     sum{{ i }}{{ j }} += select(0.0, ds, seen);
                 }
@@ -174,7 +165,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
         }
     }
 
-    let base = share * params.parts_share + own_b * params.parts_b + own_h * params.parts_h;
+    let base = split * params.partials_split + own_b * params.partials_b + own_h * params.partials_h;
     let rows = u32(params.window_past - params.window_first);
     let row = own_q * 32u + down;
     let key = own_k * 32u + across;
@@ -182,7 +173,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {% for i in range(4) %}
 {% for j in range(4) %}
     if (row + {{ 8 * i }}u < rows && key + {{ 8 * j }}u < params.k_length) {
-        keep(base + (row + {{ 8 * i }}u) * params.parts_q + (key + {{ 8 * j }}u) * params.parts_k, sum{{ i }}{{ j }}, any_bad);
+        keep(base + (row + {{ 8 * i }}u) * params.partials_q + (key + {{ 8 * j }}u) * params.partials_k, sum{{ i }}{{ j }}, any_bad);
     }
 {% endfor %}
 {% endfor %}
@@ -194,7 +185,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     if (thread < 32u && own_q * 32u + thread < rows) {
         var all = 0.0;
         for (var i = 0u; i < 8u; i++) { all += sums[thread * 9u + i]; }
-        keep(base + (own_q * 32u + thread) * params.parts_q, all, any_bad);
+        keep(base + (own_q * 32u + thread) * params.partials_q, all, any_bad);
     }
 {% elif per_key %}
 {% for j in range(4) %}
@@ -204,7 +195,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     if (thread < 32u && own_k * 32u + thread < params.k_length) {
         var all = 0.0;
         for (var i = 0u; i < 8u; i++) { all += sums[thread * 9u + i]; }
-        keep(base + (own_k * 32u + thread) * params.parts_k, all, any_bad);
+        keep(base + (own_k * 32u + thread) * params.partials_k, all, any_bad);
     }
 {% else %}
     var own_sum = 0.0;

@@ -1,18 +1,16 @@
-// dbias = Σ parts, share after share, rounded once.
+// dbias = Σ partials, split after split, rounded once.
 //
-//   parts  (shares, vectors of four) f32   dbias (vectors of four)
+//   partials  (splits, vectors of four) f32   dbias (vectors of four)
 //
 // variables: dtype
-{{ input("parts", "f32", 4) }}
+{{ input("partials", "f32", 4) }}
 {{ output("dbias", dtype, 4) }}
-{{ params("vectors: u32, shares: u32") }}
+{{ params("vectors: u32, splits: u32") }}
 
-@compute @workgroup_size(256)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let i = (workgroup.x + workgroup.y * workgroups.x) * 256u + thread;
+@compute @workgroup_size(256) {{ main() }}
+    let i = workgroup * 256u + thread;
     if (i >= params.vectors) { return; }
     var sum = vec4<f32>();
-    for (var share = 0u; share < params.shares; share++) { sum += load_parts(share * params.vectors + i); }
+    for (var split = 0u; split < params.splits; split++) { sum += load_partials(split * params.vectors + i); }
     store_dbias(i, sum);
 }

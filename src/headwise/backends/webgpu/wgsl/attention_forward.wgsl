@@ -1,37 +1,37 @@
 // Attention forward, dense and packed: out = softmax(scale · q kᵀ, capped, biased, masked) v, and its log-sum-exp.
-// Dao, "FlashAttention-2", 2023; the reference that follows the maximum with slack is FlashAttention-4's.
+// Dao, "FlashAttention-2", 2023; a reference that follows the maximum only loosely is from FlashAttention-4.
 //
 //   q    (B, Hq, Sq, D)     out  (B, Hq, Sq, Dv)     lse  (B, Hq, Sq)
-//   k    (B, Hk, Sk, D)     v    (B, Hk, Sk, Dv)     packed: B is 1, S are all tokens, `tiles` says where sequences lie
+//   k    (B, Hk, Sk, D)     v    (B, Hk, Sk, Dv)     packed: B is 1, S counts all tokens, `tiles` lists the sequences
 //
-// A workgroup owns {{ threads // lanes * rows }} rows of queries of one head and walks over the keys they see, a tile of {{ keys }} at a time.
-// Tiles of K and V lie in workgroup memory, q and the sums of out in registers: {{ lanes }} threads, the lanes of a team, share
-// {{ rows }} rows, and each owns every {{ lanes }}th vector of four elements of them.
+// A workgroup owns {{ threads // lanes * rows }} rows of queries of one head and loops over the keys they see, in tiles of {{ keys }}. Tiles
+// of K and V are in workgroup memory, q and the sums of out in registers: {{ lanes }} threads, the lanes of a team, share {{ rows }}
+// rows, and each owns every {{ lanes }}th vector of four elements of them.
 {% if apart > 1 %}
 // Lanes are {{ apart }} threads apart: threads side by side then read the same vectors of a tile.
 {% endif %}
 //
-// Lane c has row i ^ c of its team in registers number i. So what another lane knows about row c is always in the
-// registers whose number is the xor of both lanes: sums over the team, and weights on their way back, travel by plain
-// exchanges between c and c ^ i, with nothing to select. Exchanges go through subgroups, or else through workgroup memory.
+// Lane c holds row i ^ c of its team in registers i. So lanes c and c ^ i both hold the row of the other in registers i, and
+// sums over the team, and weights on the way back, are plain exchanges between the two, with nothing to select. They go
+// through subgroups, or else through workgroup memory.
 //
 {% if chain %}
-// A sum of thousands of float32 loses a digit when it is one long chain. So the sums go to memory, into the rows of out
-// themselves, after every {{ chain // keys * keys }} keys, and begin anew in registers: the error stays that of so many keys.
+// One long chain of float32 additions loses precision. So after every {{ chain // keys * keys }} keys the sums go to memory, into the rows
+// of out, and start again in registers.
 //
 {% endif %}
 {% if windowed %}
-// A key head that is larger than a binding comes in windows of keys, one dispatch each: k and v begin at key_first. What
-// earlier windows gave a row is read again (`resumes`) and goes on as a chain does: its sums, not yet divided by their total,
-// and in one vector after them the reference and the total. The last window (`finishes`) divides. An lse would not do in
-// their place: beside a large reference a float32 has no digits left for the logarithm of the total.
+// A key head that is larger than a binding is cut into windows of keys, with one dispatch each: k and v start at key_first.
+// The results of earlier windows are read again (`resumes`) and continue as a chain does: the sums of a row, not yet divided
+// by its total, and in one vector after them the reference and the total. The last window (`finishes`) divides. An lse could
+// not replace these two: next to a large reference, float32 has no digits for the logarithm of the total.
 //
 {% endif %}
 // variables: dtype; to, the dtype of out (float32 where it goes to memory on its way); windowed (bool);
 //            variant (scores.py); q_vectors, v_vectors: D and Dv in vectors of four; subgroups (bool);
 //            chain: keys after which sums go to memory (a tile and more), 0 for never;
 //            direct (bool): weights come from products in one multiplication and addition, with no logits in between;
-//            rows, lanes, threads, keys, unroll, apart: a `Tile` (tiles.py). rows <= lanes, apart: powers of two;
+//            rows, lanes, threads, keys, unroll, apart: a `ForwardTile` (tiles.py). rows <= lanes, apart: powers of two;
 //            unroll, the keys that are worked on at once, divides keys.
 {% import "scores.wgsl" as scores with context %}
 {% set hides = variant.mask or variant.bias %}
@@ -46,6 +46,17 @@
 {% set steps = [1, 2, 4, 8, 16, 32, 64] %}
 {% set width = [unroll, 4] | min %}
 {% set kind = "f32" if width == 1 else "vec%d<f32>" % width %}
+{# References are natural with a bias, and exponents of two otherwise (see scores.wgsl). The first is below all logits that are
+   seen, unless their product is the lowest float32. If `direct`, what is called a logit below is still a product. #}
+{% set to_powers = " * LOG2E" if variant.bias else "" %}
+{% set first_reference = "LOWEST" if variant.bias else "params.first_reference" if direct else "HIDDEN" %}
+{% set hidden = "params.hidden" if direct else "HIDDEN" %}
+{% set power = "params.power" if direct else "LOG2E" %}{# of a logit, as an exponent of two #}
+{# How a tile is loaded: each thread takes one vector of a key of each chunk. If there are fewer vectors than threads, several
+   keys are loaded at once; otherwise it takes several turns. #}
+{% set together = [threads // tile_vectors, 1] | max %}
+{% set turns = (tile_vectors + threads - 1) // threads %}
+{% import "attention_forward_rows.wgsl" as rows_of with context %}
 {{ input("q", dtype, 4) }}
 {{ input("k", dtype, 4) }}
 {{ input("v", dtype, 4) }}
@@ -55,31 +66,24 @@
 {% endif %}
 {{ output("out", to, 4) }}
 {{ output("lse", "f32", 1) }}
-{{ params(("power: f32, natural: f32, hidden: f32, first_reference: f32, " if direct else "") ~ "blocks: u32, first_row: u32, rows: u32, q_b: u32, q_h: u32, q_s: u32, k_b: u32, k_h: u32, k_s: u32, v_b: u32, v_h: u32, v_s: u32, out_b: u32, out_h: u32, out_s: u32, lse_b: u32, lse_h: u32, " ~ ("key_first: i32, key_past: i32, resumes: u32, finishes: u32, " if windowed else "") ~ scores.fields(variant)) }}
+{{ params(("power: f32, natural: f32, hidden: f32, first_reference: f32, " if direct else "") ~ "blocks: u32, first_row: u32, rows: u32, " ~ scores.strides("q k v out") ~ ", lse_b: u32, lse_h: u32, " ~ ("key_first: i32, key_past: i32, resumes: u32, finishes: u32, " if windowed else "") ~ scores.fields(variant)) }}
 {{ scores.functions(variant) }}
 {{ scores.logits(variant) }}
-// How far a row's maximum may rise above the reference of its weights before they are brought down.
+// How far a row's maximum may rise above its reference before the reference follows.
 const SLACK = 8.0;
-{# References are natural where there is a bias, and powers of two elsewhere (scores.wgsl says why). No logit that is seen
-   has one below the first, but where its product is the lowest that float32 has. Where they are `direct`, what is called a logit below is a product still. #}
-{% set to_powers = " * LOG2E" if variant.bias else "" %}
-{% set first_reference = "LOWEST" if variant.bias else "params.first_reference" if direct else "HIDDEN" %}
-{% set hidden = "params.hidden" if direct else "HIDDEN" %}
-{% set power = "params.power" if direct else "LOG2E" %}{# of a logit, as an exponent of two #}
 
 // [chunk of keys][key of the chunk][vector of a lane: of K, then of V][lane]; rows are padded with zeros to a multiple of the
-// lanes. In the loop over a chunk only its own number and the lane vary: two indices for the compiler to check, and one
-// address with constants added to it.
+// lanes. In the loop over chunks only the chunk and the lane vary: the compiler has two indices to check.
 var<workgroup> tile: array<array<array<array<vec4<f32>, {{ lanes }}>, {{ q_each + v_each }}>, {{ unroll }}>, {{ chunks }}>;
 
-// One key of every chunk has {{ tile_vectors }} vectors, first those of K: where one of them lies, as (chunk, vector, lane).
+// The (chunk, vector, lane) of each of the {{ tile_vectors }} vectors of one key of every chunk, first those of K.
 fn spot_of(place: u32) -> vec3<u32> {
     if (place < {{ k_vectors }}u) { return vec3<u32>(place / {{ q_row }}u, place % {{ q_row }}u / {{ lanes }}u, place % {{ lanes }}u); }
     let of_v = place - {{ k_vectors }}u;
     return vec3<u32>(of_v / {{ v_row }}u, of_v % {{ v_row }}u / {{ lanes }}u + {{ q_each }}u, of_v % {{ lanes }}u);
 }
 {% if not subgroups %}
-// What threads tell each other: products of {{ width }} keys with the rows of others, weights, and factors of a row.
+// What threads exchange: products of {{ width }} keys with the rows of others, weights, and factors of a row.
 {% for part in range(unroll // width) %}
 {% for i in range(1 if lanes == rows else 0, rows) %}
 var<workgroup> products{{ i }}_{{ part }}: array<{{ kind }}, {{ threads }}>;
@@ -104,147 +108,9 @@ fn shown(logit: f32, seen: vec2<i32>, batch: u32, head: u32, row: u32, key: i32)
 }
 {% endif %}
 
-{# A tile is brought in turns: in each, every thread has one place, the same for all keys of a chunk, and fetches what
-   belongs there into registers. Where there are fewer places than threads, several keys are brought at once, and `part`
-   says by whom. #}
-{% set together = [threads // tile_vectors, 1] | max %}
-{% set turns = (tile_vectors + threads - 1) // threads %}
-{% macro places() %}
-{% for turn in range(turns) %}
-    let place{{ turn }} = thread{{ " %% %du" % tile_vectors if together > 1 else " + %du" % (turn * threads) if turn else "" }};
-    let spot{{ turn }} = spot_of(place{{ turn }});
-{% endfor %}
-{% if together > 1 %}
-    let part = thread / {{ tile_vectors }}u;
-{% endif %}
-{% endmacro %}
-{% macro fetch() %}
-{% for turn in range(turns) %}
-{% for x in range(0, unroll, together) %}
-        var fetched{{ turn }}_{{ x }} = vec4<f32>();
-{% endfor %}
-{% set low = turn * threads if together == 1 else 0 %}
-{% set high = [low + threads, tile_vectors] | min %}
-{% if high <= k_vectors %}
-        {
-{{ fetch_rows("k", turn, 0, q_vectors, q_row) }}
-        }
-{% elif low >= k_vectors %}
-        {
-{{ fetch_rows("v", turn, k_vectors, v_vectors, v_row) }}
-        }
-{% else %}
-        if (place{{ turn }} < {{ k_vectors }}u) {
-{{ fetch_rows("k", turn, 0, q_vectors, q_row) }}
-        } else {
-{{ fetch_rows("v", turn, k_vectors, v_vectors, v_row) }}
-        }
-{% endif %}
-{% endfor %}
-{% endmacro %}
-{% macro fetch_rows(name, turn, first_place, vectors, row) %}
-{% set at = "place%d" % turn if first_place == 0 else "(place%d - %du)" % (turn, first_place) %}
-            let key = tile_first + i32({{ at }} / {{ row }}u * {{ unroll }}u){{ " + i32(part)" if together > 1 }};
-            let column = {{ at }} % {{ row }}u;
-{% for x in range(0, unroll, together) %}
-            fetched{{ turn }}_{{ x }} = load_{{ name }}({{ name }}_base + u32(min(key + {{ x }}, last_key)) * params.{{ name }}_s + {{ "column" if row == vectors else "min(column, %du)" % (vectors - 1) }});
-{% endfor %}
-{% if row != vectors %}
-            if (column >= {{ vectors }}u) {
-{% for x in range(0, unroll, together) %}
-                fetched{{ turn }}_{{ x }} = vec4<f32>();
-{% endfor %}
-            }
-{% endif %}
-{% if name == "v" %}
-            // What no row sees may hold NaN, and zero times NaN is NaN.
-            if (tile_first + {{ keys }} > past) {
-{% for x in range(0, unroll, together) %}
-                if (key + {{ x }} > last_key) { fetched{{ turn }}_{{ x }} = vec4<f32>(); }
-{% endfor %}
-            }
-{% endif %}
-{% endmacro %}
-{% macro put() %}
-{% for turn in range(turns) %}
-{% for x in range(0, unroll, together) %}
-{% for z in range([together, unroll - x] | min) %}
-{% set conditions = [] %}
-{% if together > 1 %}{% do conditions.append("part == %du" % z) %}{% endif %}
-{% if together == 1 and (turn + 1) * threads > tile_vectors %}{% do conditions.append("place%d < %du" % (turn, tile_vectors)) %}{% endif %}
-        {{ "if (%s) { " % conditions[0] if conditions }}tile[spot{{ turn }}.x][{{ x + z }}][spot{{ turn }}.y][spot{{ turn }}.z] = fetched{{ turn }}_{{ x }};{{ " }" if conditions }}
-{% endfor %}
-{% endfor %}
-{% endfor %}
-{% endmacro %}
-{# product{i}_{x}: what this lane's elements add to q·k of the row in registers i, with key x of the chunk. #}
-{% macro multiply(x) %}
-{% for n in range(q_each) %}
-                let k{{ n }} = tile[chunk][{{ x }}][{{ n }}][lane];
-{% endfor %}
-{% for n in range(q_each) %}
-{% for i in range(rows) %}
-{% if n == 0 %}
-                product{{ i }}_{{ x }} = q{{ i }}_0.x * k0.x;
-{% endif %}
-{% endfor %}
-{% for element in "xyzw" if n > 0 or element != "x" %}
-{% for i in range(rows) %}
-                product{{ i }}_{{ x }} = fma(q{{ i }}_{{ n }}.{{ element }}, k{{ n }}.{{ element }}, product{{ i }}_{{ x }});
-{% endfor %}
-{% endfor %}
-{% endfor %}
-{% endmacro %}
-
-{# A number of each lane's own row, on its way to the lanes of its team: `tell` it, and then it is `told` of the row in
-   registers i. #}
-{% macro tell(name) %}
-{% if not subgroups %}
-    workgroupBarrier();
-    factors[thread] = {{ name }};
-    workgroupBarrier();
-{% endif %}
-{% endmacro %}
-{% macro told(name, i) -%}
-{{ name if i == 0 else ("subgroupShuffleXor(%s, %du)" % (name, i * apart) if subgroups else "factors[thread ^ %du]" % (i * apart)) }}
-{%- endmacro %}
 {# Keys that a row at `position` sees, of those that are bound. #}
 {% macro visible(position) -%}
-{{ "within(visible_keys(%s, keys), window)" % position if windowed else "visible_keys(%s, keys)" % position }}
-{%- endmacro %}
-{# Sums so far, with those that memory holds of earlier chains, to memory. #}
-{% macro keep(has_kept) %}
-        let kept_shrink = exp2((kept_reference - reference){{ to_powers }});
-        kept_total = fma(kept_total, kept_shrink, total);
-        kept_reference = reference;
-        total = 0.0;
-{{ tell("kept_shrink") }}
-{% for i in range(rows) %}
-        {
-            let kept_shrink{{ i }} = {{ told("kept_shrink", i) }};
-            if (inside{{ i }}) {
-{% for n in range(v_each) %}
-                {{ "if (lane + %du < %du) " % (n * lanes, v_vectors) if (n + 1) * lanes > v_vectors else "" }}{
-                    let at = out_base + row{{ i }} * params.out_s + lane + {{ n * lanes }}u;
-                    if ({{ has_kept }}) { out{{ i }}_{{ n }} = fma(load_out(at), vec4<f32>(kept_shrink{{ i }}), out{{ i }}_{{ n }}); }
-                    store_out(at, out{{ i }}_{{ n }});
-                }
-{% endfor %}
-            }
-{% for n in range(v_each) %}
-            out{{ i }}_{{ n }} = vec4<f32>();
-{% endfor %}
-        }
-{% endfor %}
-{% endmacro %}
-{% macro weigh(declaration) %}
-{% for x in range(unroll) %}
-            {{ declaration }}weight{{ x }} = exp2({{ "(logit%d - reference) * LOG2E" % x if variant.bias else "fma(logit%d, %s, -reference)" % (x, power) }});
-{% endfor %}
-{% endmacro %}
-{# Names with a number, combined in pairs: shorter chains for the GPU to wait for than one after the other. #}
-{% macro in_pairs(name, first, count, operation) -%}
-{% if count == 1 %}{{ name }}{{ first }}{% else %}{{ operation[0] }}{{ in_pairs(name, first, count // 2, operation) }}{{ operation[1] }}{{ in_pairs(name, first + count // 2, count - count // 2, operation) }}){% endif %}
+{{ "within(visible_keys(%s, extent), window)" % position if windowed else "visible_keys(%s, extent)" % position }}
 {%- endmacro %}
 {% if windowed %}
 fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
@@ -252,45 +118,44 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
 }
 
 {% endif %}
-@compute @workgroup_size({{ threads }})
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    // All heads of the last block of rows first: under a causal mask it has most to do.
-    let index = group.x + group.y * groups.x;
+@compute @workgroup_size({{ threads }}) {{ main() }}
+    // The last block of rows goes first: under a causal mask it has the most work.
     let pairs = params.batch * params.heads;
-    if (index >= pairs * params.blocks) { return; }
-    let block = params.blocks - 1u - index / pairs;
-    let batch = index % pairs / params.heads;
-    let head = index % params.heads;
+    if (workgroup >= pairs * params.blocks) { return; }
+    let block = params.blocks - 1u - workgroup / pairs;
+    let batch = workgroup % pairs / params.heads;
+    let head = workgroup % params.heads;
     let key_head = head / params.group;
 {% if variant.packed %}
     let state = load_tiles(8u * block + 5u);
     if (state == 2) { return; }
-    let bad = state == 3;
     let first_token = load_tiles(8u * block);
-    let queries = load_tiles(8u * block + 1u);
     let first_key_token = u32(load_tiles(8u * block + 2u));
-    let keys = load_tiles(8u * block + 3u);
+    let rows_past = load_tiles(8u * block + 1u);
+    // Tokens past the last sequence do not exist.
+    let extent = Extent(0, load_tiles(8u * block + 3u), select(rows_past, 0, state == 1), state == 3);
     let first_query = load_tiles(8u * block + 4u) * {{ threads // lanes * rows }};
 {% else %}
-    let keys_found = keys_of(batch);
-    let bad = keys_found < 0;
-    let keys = max(keys_found, 0);
     let first_token = 0;
-    let queries = i32(params.q_length);
     let first_key_token = 0u;
+    let extent = extent_of(batch);
+    let rows_past = i32(params.q_length); // rows that do not exist are written as well
     let first_query = i32(params.first_row) + i32(block) * {{ threads // lanes * rows }};
 {% endif %}
 
+{% if variant.dropout %}
+    let dropout = dropout_of({{ "u32(load_tiles(8u * block + 6u))" if variant.packed else "params.first_batch + batch" }}, head);
+{% endif %}
+
     // Keys [first, past) are seen by some row of this workgroup, those in [whole_first, whole_past) by all.
-    let offset = keys - queries;
+    let offset = extent.keys - extent.queries;
 {% if windowed %}
     let window = vec2<i32>(params.key_first, params.key_past) - i32(first_key_token);
 {% endif %}
     let of_top = {{ visible("first_query + offset") }};
-    let of_bottom = {{ visible("min(first_query + %d, queries) - 1 + offset" % (threads // lanes * rows)) }};
+    let of_bottom = {{ visible("min(first_query + %d, extent.queries) - 1 + offset" % (threads // lanes * rows)) }};
     let first = of_top.x;
-    let past = of_bottom.y;
+    let past = select(0, of_bottom.y, first_query < extent.queries);
     let last_key = max(past, 1) - 1;
     let whole_first = of_bottom.x;
     let whole_past = of_top.y;
@@ -301,10 +166,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let own = lane % {{ rows }}u;
     let team_query = first_query + i32(team * {{ rows }}u);
     let query = team_query + i32(own);
-    // Rows that this call has memory for: a tensor that is larger than a binding is worked on in pieces.
+    // Only some rows are bound if a tensor is larger than a binding.
     let row = u32(first_token + query) - params.first_row;
-    let inside = query < queries && row < params.rows;
-    let seen = select(vec2<i32>(0), {{ visible("query + offset") }}, inside);
+    let inside = query < rows_past && row < params.rows;
+    let exists = inside && query < extent.queries;
+    let seen = select(vec2<i32>(0), {{ visible("query + offset") }}, exists);
 
     let q_base = batch * params.q_b + head * params.q_h;
 {% set first_bound = "(first_key_token - u32(params.key_first))" if windowed else "first_key_token" %}{# may wrap #}
@@ -312,7 +178,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let v_base = batch * params.v_b + key_head * params.v_h + {{ first_bound }} * params.v_s;
 {% for i in range(rows) %}
     let row{{ i }} = u32(first_token + team_query + i32(own ^ {{ i }}u)) - params.first_row;
-    let inside{{ i }} = team_query + i32(own ^ {{ i }}u) < queries && row{{ i }} < params.rows;
+    let inside{{ i }} = team_query + i32(own ^ {{ i }}u) < rows_past && row{{ i }} < params.rows;
     let q_at{{ i }} = q_base + select(0u, row{{ i }}, inside{{ i }}) * params.q_s;
 {% for n in range(q_each) %}
 {% if (n + 1) * lanes > q_vectors %}
@@ -347,12 +213,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     storageBarrier(); // several lanes read what one of them writes in the end
 {% endif %}
 
-{{ places() }}
+{{ rows_of.places() }}
     let out_base = batch * params.out_b + head * params.out_h;
 {% if chain %}
     for (var chain_first = first; chain_first < past; chain_first += {{ chain }}) {
     if (chain_first > first) {
-{{ keep("%schain_first > first + %d" % ("resumes || " if windowed else "", chain)) }}
+{{ rows_of.keep("%schain_first > first + %d" % ("resumes || " if windowed else "", chain)) }}
     }
     let chain_past = min(past, chain_first + {{ chain }});
 {% else %}
@@ -361,9 +227,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     {
 {% endif %}
     for (var tile_first = chain_first; tile_first < chain_past; tile_first += {{ keys }}) {
-{{ fetch() }}
+{{ rows_of.fetch() }}
         workgroupBarrier();
-{{ put() }}
+{{ rows_of.put() }}
         workgroupBarrier();
 {% if not hides %}
         let whole = tile_first >= whole_first && tile_first + {{ keys }} <= whole_past;
@@ -376,13 +242,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             if (chunk_first >= past) { break; }
 {% endif %}
 
-            // Products of q and k: each lane's share, then summed over the team.
+            // Products of q and k: each lane's partial sum, then summed over the team.
 {% for x in range(unroll) %}
 {% for i in range(rows) %}
             var product{{ i }}_{{ x }}: f32;
 {% endfor %}
             {
-{{ multiply(x) }}
+{{ rows_of.multiply(x) }}
 {% if subgroups %}
 {% for step in steps if step < rows %}
 {% for i in range(0, rows, 2 * step) %}
@@ -430,23 +296,23 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             }
 {% endif %}
 
-            // The reference follows the highest logit, but seldom: weights may be as large as 2^SLACK. With subgroups they are
-            // computed before it is known whether it moves, and once more if it does: the answer takes its time.
-            let highest = {{ in_pairs("logit", 0, unroll, ("max(", ", ")) }}{{ "" if variant.bias else " * " ~ power }};
+            // The reference follows the highest logit, but rarely: weights may be as large as 2^SLACK. With subgroups they are
+            // computed before it is known whether the reference moves, which takes long to find out, and again if it does.
+            let highest = {{ rows_of.in_pairs("logit", 0, unroll, ("max(", ", ")) }}{{ "" if variant.bias else " * " ~ power }};
 {% if subgroups %}
-{{ weigh("var ") }}
+{{ rows_of.weigh("var ") }}
             if (subgroupAny(highest > reference + SLACK)) {
                 let higher = max(highest, reference);
                 let shrink = exp2((reference - higher){{ to_powers }});
                 reference = higher;
                 total *= shrink;
 {% for i in range(rows) %}
-                let shrink{{ i }} = {{ told("shrink", i) }};
+                let shrink{{ i }} = {{ rows_of.of_row("shrink", i) }};
 {% for n in range(v_each) %}
                 out{{ i }}_{{ n }} *= shrink{{ i }};
 {% endfor %}
 {% endfor %}
-{{ weigh("") }}
+{{ rows_of.weigh("") }}
             }
 {% else %}
             var shrink = 1.0;
@@ -455,11 +321,17 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
                 reference = highest;
                 total *= shrink;
             }
-{{ weigh("var ") }}
+{{ rows_of.weigh("var ") }}
 {% endif %}
-            total += {{ in_pairs("weight", 0, unroll, ("(", " + ")) }};
+            total += {{ rows_of.in_pairs("weight", 0, unroll, ("(", " + ")) }};
+{% if variant.dropout %}
+            let kept_of_chunk = kept_keys(dropout, u32(query), u32(chunk_first), {{ unroll }}u);
+{% for x in range(unroll) %}
+            weight{{ x }} = select(0.0, weight{{ x }}, (kept_of_chunk & {{ 2 ** x }}u) != 0u);
+{% endfor %}
+{% endif %}
 {% if hides %}
-            // A key that is hidden from a row has weight -1 on its way to the others: they tell it from a small one.
+            // The weight of a hidden key is sent to the other lanes as -1, to distinguish it from an underflow to 0.
 {% for x in range(unroll) %}
             if (logit{{ x }} == HIDDEN) { weight{{ x }} = -1.0; }
 {% endfor %}
@@ -503,7 +375,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% endif %}
 {% endfor %}
 {% if hides %}
-                // A key that is hidden from every row may hold NaN. (Not &&, which is a branch each: too many for some compilers.)
+                // A key that is hidden from every row may hold NaN. (& instead of &&, which would be too many branches.)
                 if ({% for i in range(rows) %}{{ " & " if i else "" }}(w{{ i }} < 0.0){% endfor %}) {
 {% for n in range(v_each) %}
                     v{{ n }} = vec4<f32>();
@@ -529,7 +401,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var kept_factor = exp2((kept_reference - reference){{ to_powers }});
     total = fma(kept_total, kept_factor, total);
 {% endif %}
-    let empty = total == 0.0;
+    let empty = total == 0.0 || !exists;
     var factor = 1.0;
 {% if variant.sink %}
     if (!empty) {
@@ -542,18 +414,21 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% endif %}
     var row_lse = {{ "reference + log(total)" if variant.bias else "fma(reference, %s, log(total))" % ("params.natural" if direct else "LN2") }};
     if (empty) { row_lse = negative_infinity(); }
+{% if variant.sink %}
+    if (empty && exists) { row_lse = sink_of(head); }
+{% endif %}
 {% if windowed %}
     let so_far = vec4<f32>(reference, total, 0.0, 0.0);
-    if (params.finishes != 0u) { factor /= total; }
+    if (params.finishes != 0u) { factor = factor / total{{ " * params.kept_scale" if variant.dropout }}; }
     factor = select(factor, 0.0, empty);
 {% else %}
-    factor = select(factor / total, 0.0, empty);
+    factor = select(factor / total{{ " * params.kept_scale" if variant.dropout }}, 0.0, empty);
 {% endif %}
 {% if chain %}
     kept_factor *= factor;
 {% endif %}
 {% if variant.lengths or variant.packed %}
-    if (bad) { row_lse = not_a_number(); }
+    if (extent.bad) { row_lse = not_a_number(); }
 {% endif %}
     if (lane < {{ rows }}u && inside) {
         store_lse(batch * params.lse_b + head * params.lse_h + row, row_lse);
@@ -561,14 +436,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         store_out(so_far_at, so_far);
 {% endif %}
     }
-{{ tell("factor") }}
+{{ rows_of.publish("factor") }}
 {% for i in range(rows) %}
-    let factor{{ i }} = {{ told("factor", i) }};
+    let factor{{ i }} = {{ rows_of.of_row("factor", i) }};
 {% endfor %}
 {% if chain %}
-{{ tell("kept_factor") }}
+{{ rows_of.publish("kept_factor") }}
 {% for i in range(rows) %}
-    let kept_factor{{ i }} = {{ told("kept_factor", i) }};
+    let kept_factor{{ i }} = {{ rows_of.of_row("kept_factor", i) }};
 {% endfor %}
 {% endif %}
 {% for i in range(rows) %}
@@ -582,7 +457,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% endif %}
             result = select(result, vec4<f32>(), factor{{ i }} == 0.0);
 {% if variant.lengths or variant.packed %}
-            if (bad) { result = vec4<f32>(not_a_number()); }
+            if (extent.bad) { result = vec4<f32>(not_a_number()); }
 {% endif %}
             store_out(at, result);
         }

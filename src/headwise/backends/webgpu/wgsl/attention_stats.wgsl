@@ -1,48 +1,43 @@
-// What the backward kernels of attention need to know of a row beside its tensors (Dao, "FlashAttention-2", 2023):
+// Statistics of a row for the backward kernels of attention (Dao, "FlashAttention-2", 2023):
 //
 //   delta = rowsum(dO ∘ O) - dlse
-//   stats (one pair per batch entry, (kv_lengths[b] or -1 for nonsense, 0); then B · Hq · Sq pairs (lse, delta))
+//   stats (pairs of words: two for each batch entry, which attention_aux.wgsl writes; then B · Hq · Sq pairs (lse, delta))
 //
-//   out, grad (B, Hq, Sq, Dv) any strides; lse, grad_lse (B, Hq, Sq) any strides
+//   result, grad (B, Hq, Sq, Dv) any strides; lse, grad_lse (B, Hq, Sq) any strides
 //
-// A row that sees nothing has lse -inf: it is kept as a large number, so that all its weights are 0, with a delta of 0.
+// The lse of a row that saw nothing is -inf: it becomes a large number, so that all weights of the row are 0, and delta is 0.
+// Where O is 0, dO is ignored, even NaN: O is 0 throughout in a row that saw nothing but a sink.
 // {{ lanes }} threads share a row, {{ 256 // lanes }} rows a workgroup.
 //
-// variables: dtype, dlse (bool), lengths ("" or dtype), vectors (of four, in a row), lanes
+// variables: dtype, dlse (bool), vectors (of four, in a row), lanes
 {{ input("result", dtype, 4) }}
 {{ input("grad", dtype, 4) }}
 {{ input("lse", "u32", 1) }}
 {% if dlse %}
 {{ input("grad_lse", "f32", 1) }}
 {% endif %}
-{% if lengths %}
-{{ input("lengths", lengths, 1) }}
-{% endif %}
 {{ output("stats", "u32", 2) }}
-{{ params("batch: u32, heads: u32, q_length: u32, k_length: i32, result_b: u32, result_h: u32, result_s: u32, grad_b: u32, grad_h: u32, grad_s: u32, lse_b: u32, lse_h: u32, lse_s: u32, dlse_b: u32, dlse_h: u32, dlse_s: u32, length_stride: u32, length_count: u32, stats_first: u32") }}
+{{ params("batch: u32, heads: u32, q_length: u32, result_b: u32, result_h: u32, result_s: u32, grad_b: u32, grad_h: u32, grad_s: u32, lse_b: u32, lse_h: u32, lse_s: u32, dlse_b: u32, dlse_h: u32, dlse_s: u32, stats_first: u32") }}
 
 const EMPTY_LSE = 1e30f;
 const NEGATIVE_INFINITY_BITS = 0xff800000u;
 
 var<workgroup> sums: array<f32, 256>;
 
-@compute @workgroup_size(256)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
+@compute @workgroup_size(256) {{ main() }}
     let rows = params.batch * params.heads * params.q_length;
-    let place = workgroup.x + workgroup.y * workgroups.x;
-    let own = place * {{ 256 // lanes }}u + thread / {{ lanes }}u;
+    let own = workgroup * {{ 256 // lanes }}u + thread / {{ lanes }}u;
     let lane = thread % {{ lanes }}u;
     let row = min(own, max(rows, 1u) - 1u);
-    let queries = max(params.q_length, 1u);
-    let query = row % queries;
-    let head = row / queries % params.heads;
-    let batch = row / queries / params.heads;
+    let query = row % params.q_length;
+    let head = row / params.q_length % params.heads;
+    let batch = row / params.q_length / params.heads;
     let result_at = batch * params.result_b + head * params.result_h + query * params.result_s;
     let grad_at = batch * params.grad_b + head * params.grad_h + query * params.grad_s;
     var sum = 0.0;
     for (var i = lane; i < {{ vectors }}u; i += {{ lanes }}u) {
-        sum += dot(load_result(result_at + i), load_grad(grad_at + i));
+        let o = load_result(result_at + i);
+        sum += dot(o, select(load_grad(grad_at + i), vec4<f32>(), o == vec4<f32>()));
     }
     sums[thread] = sum;
     workgroupBarrier();
@@ -56,14 +51,4 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
         let empty = lse == NEGATIVE_INFINITY_BITS;
         store_stats(params.stats_first + own, vec2<u32>(select(lse, bitcast<u32>(EMPTY_LSE), empty), select(bitcast<u32>(delta), 0u, empty)));
     }
-{% if lengths %}
-    // The first workgroup has the lengths as well.
-    if (place == 0u) {
-        for (var i = thread; i < params.length_count; i += 256u) {
-            let length = load_lengths(i * params.length_stride);
-            let bad = length < 0 || length > params.k_length;
-            store_stats(i, vec2<u32>(bitcast<u32>(select(length, -1, bad)), 0u));
-        }
-    }
-{% endif %}
 }

@@ -1,6 +1,7 @@
 // The gradient of the sinks:  dsink_h = -Σ exp(sink_h - lse) · delta   over all rows of head h, batch after batch.
 //
-//   stats        see attention_stats.wgsl; rows that see nothing have no part in it
+//   stats        see attention_stats.wgsl. A row that sees nothing has lse = sink, and adds dlse; one that does not exist has
+//                delta 0.
 //   sink, dsink  (Hq)
 //
 // One workgroup per pair of heads (16-bit results are written in pairs): each thread takes every 256th row, and a tree adds
@@ -23,9 +24,9 @@ fn of_head(head: u32, thread: u32) -> f32 {
     var sum = 0.0;
     for (var batch = 0u; batch < params.batch; batch++) {
 {% if lengths %}
-        if (bitcast<i32>(load_stats(batch).x) < 0) { return not_a_number(); }
+        if (bitcast<i32>(load_stats(2u * batch).x) < 0) { return not_a_number(); }
 {% endif %}
-        let first = params.batch + (batch * params.heads + head) * params.q_length;
+        let first = 2u * params.batch + (batch * params.heads + head) * params.q_length;
         for (var row = thread; row < params.q_length; row += 256u) {
             let own = bitcast<vec2<f32>>(load_stats(first + row));
             sum -= exp2((sink - own.x) * LOG2E) * own.y;
@@ -34,10 +35,8 @@ fn of_head(head: u32, thread: u32) -> f32 {
     return sum;
 }
 
-@compute @workgroup_size(256)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let pair = workgroup.x + workgroup.y * workgroups.x;
+@compute @workgroup_size(256) {{ main() }}
+    let pair = workgroup;
     let head = pair * 2u;
     if (head >= params.heads) { return; }
     sums[thread] = vec2<f32>(of_head(head, thread), of_head(min(head + 1u, params.heads - 1u), thread));

@@ -1,13 +1,13 @@
-// Which tile of which sequence each workgroup of a packed call works on: Krell et al. pack, FlashAttention's varlen reads
-// cu_seqlens in every block; here a list is made once per call, on the GPU, so that no length is read back.
+// The list of tiles of a packed call: which tile of which sequence each workgroup works on. (FlashAttention's varlen kernels
+// read cu_seqlens in every block instead.)
 //
 //   cu, other_cu  (sequences + 1), of the tokens that are tiled and of the others
 //   tiles         (total / tile + sequences + 1) entries of eight numbers:
-//                 start, length, other_start, other_length, tile, state, 0, 0
+//                 start, length, other_start, other_length, tile, state, sequence, 0
 //                 state 0: tokens of a sequence; 1: tokens past the last sequence (no others); 2: nothing to do;
-//                 3: cu_seqlens make no sense, all tokens are NaN (start 0, length total)
+//                 3: cu_seqlens are invalid, all tokens are NaN (start 0, length total)
 //
-// One workgroup. Each thread takes every 256th sequence of a block, a scan gives the tiles before it.
+// One workgroup. Each thread takes one sequence of a block of 256; a scan counts the tiles before it.
 //
 // variables: dtype (of cu), other_dtype
 {{ input("cu", dtype, 1) }}
@@ -19,7 +19,7 @@ var<workgroup> counts: array<i32, 256>;
 var<workgroup> wrong: atomic<u32>;
 var<workgroup> wrong_seen: u32;
 
-fn write(entry: u32, start: i32, length: i32, other_start: i32, other_length: i32, tile: i32, state: i32) {
+fn write(entry: u32, start: i32, length: i32, other_start: i32, other_length: i32, tile: i32, state: i32, sequence: u32) {
     if (entry >= params.entries) { return; }
     let at = entry * 8u;
     store_tiles(at, start);
@@ -28,16 +28,16 @@ fn write(entry: u32, start: i32, length: i32, other_start: i32, other_length: i3
     store_tiles(at + 3u, other_length);
     store_tiles(at + 4u, tile);
     store_tiles(at + 5u, state);
-    store_tiles(at + 6u, 0);
+    store_tiles(at + 6u, i32(sequence));
     store_tiles(at + 7u, 0);
 }
 
 @compute @workgroup_size(256)
 fn main(@builtin(local_invocation_index) thread: u32) {
-    // Workgroup memory begins as zeros by the standard, and as anything under wgpu.
+    // WGSL says that workgroup memory starts as zeros, but under wgpu it does not.
     if (thread == 0u) { atomicStore(&wrong, 0u); }
     workgroupBarrier();
-    // Does every sequence make sense?
+    // Is every sequence valid?
     if (thread == 0u && (load_cu(0u) != 0 || load_other_cu(0u) != 0)) { atomicOr(&wrong, 1u); }
     for (var i = thread; i < params.sequences; i += 256u) {
         let start = load_cu(i * params.cu_stride);
@@ -57,7 +57,7 @@ fn main(@builtin(local_invocation_index) thread: u32) {
     if (bad) {
         for (var entry = thread; entry < params.entries; entry += 256u) {
             let tile = i32(entry);
-            write(entry, 0, params.total, 0, 0, tile, select(2, 3, tile * params.tile < params.total));
+            write(entry, 0, params.total, 0, 0, tile, select(2, 3, tile * params.tile < params.total), 0u);
         }
         return;
     }
@@ -86,7 +86,7 @@ fn main(@builtin(local_invocation_index) thread: u32) {
         }
         let first = before + counts[thread] - mine;
         for (var tile = 0; tile < mine; tile++) {
-            write(u32(first + tile), start, length, other_start, other_length, tile, 0);
+            write(u32(first + tile), start, length, other_start, other_length, tile, 0, i);
         }
         let block_tiles = workgroupUniformLoad(&counts[255]);
         before += block_tiles;
@@ -96,6 +96,6 @@ fn main(@builtin(local_invocation_index) thread: u32) {
     let rest = (params.total - used + params.tile - 1) / params.tile;
     for (var entry = u32(before) + thread; entry < params.entries; entry += 256u) {
         let tile = i32(entry) - before;
-        write(entry, used, params.total - used, 0, 0, tile, select(2, 1, tile < rest));
+        write(entry, used, params.total - used, 0, 0, tile, select(2, 1, tile < rest), 0u);
     }
 }

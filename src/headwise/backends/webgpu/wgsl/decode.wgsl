@@ -1,20 +1,21 @@
-// Attention of a few new tokens over one share of a sequence's cached keys: "Flash-Decoding", Dao et al., 2023; pages as in
-// Kwon et al., "PagedAttention", 2023. `decode_merge.wgsl` joins the shares.
+// Attention of a few new tokens over one split of a sequence's cached keys: "Flash-Decoding", Dao et al., 2023; pages as in
+// Kwon et al., "PagedAttention", 2023. decode_merge.wgsl merges the splits.
 //
 //   q          (B, Hq, Sq, D)
 //   k, v       (B, Hk, C, D), (B, Hk, C, Dv); with pages (pages, Hk, page, D), (pages, Hk, page, Dv) and table (B, pages of each)
-//   lengths    (B)
-//   parts      (B · Hq · Sq, slots, Dv) float32, each share's own softmax; not written where it saw nothing
-//   part_lses  (B · Hq · Sq, slots), in powers of two; -inf: the share saw nothing; NaN: a length or a page makes no sense
+//   lengths    (B); starts (B): keys before it do not exist
+//   partials   (B · Hq · Sq, slots, Dv) float32, each split's own softmax; not written where it saw nothing
+//   partial_lses  (B · Hq · Sq, slots), as exponents of two; -inf: the split saw nothing; NaN: a length or a page is invalid
 //
-// A workgroup serves all query heads of a key head, and all new tokens, with one read of its share. A team of `lanes`
-// threads owns every `slots`-th key, each of its threads some columns of the head dim: no key meets workgroup memory, and
-// teams meet only at the end. Where there are more rows than a thread keeps, teams of other rows read the same keys at the
-// same time, out of the cache next to them.
+// A workgroup serves all query heads of a key head, and all new tokens, with one read of its split. A team of `lanes`
+// threads owns every `slots`-th key, and each of its threads some columns of the head dim: keys do not go through workgroup
+// memory, and teams exchange sums only at the end. If there are more rows than a thread can hold, other teams work on them
+// and read the same keys at the same time, from the cache.
 //
-// variables: dtype, lengths (its dtype), page (keys of one, 0: no pages), ranged (the pool of pages is bound in several
-// ranges), several (Sq > 1), left, cap, d4, dv4 (vectors of four in a row), lanes, slots (teams that share the keys), sets
-// (of rows), rows (of a thread), keys (of a team at once), subgroups, at_once (vectors of a thread that teams exchange at once)
+// variables: dtype, lengths (its dtype), starts ("" or its dtype), page (keys of one, 0: no pages), ranged (the pool of pages
+// is bound in several ranges), several (Sq > 1), left, cap, d4, dv4 (vectors of four in a row), lanes, slots (teams that share
+// the keys), sets (of rows), rows (of a thread), keys (of a team at once), subgroups, at_once (vectors of a thread that teams
+// exchange at once)
 {% import "scores.wgsl" as scores with context %}
 {% set teams = slots * sets %}
 {% set threads = teams * lanes %}
@@ -25,15 +26,17 @@
 {{ input("k", dtype, 4) }}
 {{ input("v", dtype, 4) }}
 {{ input("lengths", lengths, 1) }}
+{% if starts %}
+{{ input("starts", starts, 1) }}
+{% endif %}
 {% if page %}
 {{ input("table", "i32", 1) }}
 {% endif %}
-{{ output("parts", "f32", 4) }}
-{{ output("part_lses", "f32", 1) }}
+{{ output("partials", "f32", 4) }}
+{{ output("partial_lses", "f32", 1) }}
 {{ params("count: u32, key_heads: u32, group: u32, q_length: u32, row_blocks: u32, splits: u32, slots: u32, first_slot: u32,
-           capacity: i32, left: i32, range_first: i32, range_past: i32, pages: i32, length_stride: u32, table_b: u32,
-           table_s: u32, q_b: u32, q_h: u32, q_s: u32, k_b: u32, k_h: u32, k_s: u32, v_b: u32, v_h: u32, v_s: u32,
-           scale: f32, softcap: f32") }}
+           capacity: i32, left: i32, range_first: i32, range_past: i32, pages: i32, length_stride: u32, start_stride: u32, table_b: u32,
+           table_s: u32, " ~ scores.strides("q k v") ~ ", scale: f32, softcap: f32") }}
 
 const LOWEST = -3.4028234e38f;
 const LOG2E = 1.4426950408889634f;
@@ -51,7 +54,7 @@ var<workgroup> sums: array<f32, {{ teams * pairs }}>;
 
 {{ scores.no_numbers() }}
 
-{# The vector of a row that is this lane's number c: `{{ column(…) }}`, and zeros past the end of a row. #}
+{# This lane's vector number c of a row; zeros past the end of the row. #}
 {% macro column(load, at, c, size) -%}
 {% if (c + 1) * lanes <= size -%}
 {{ load }}({{ at }} + lane + {{ c * lanes }}u)
@@ -60,7 +63,7 @@ select(vec4<f32>(), {{ load }}({{ at }} + min(lane + {{ c * lanes }}u, {{ size -
 {%- endif %}
 {%- endmacro %}
 
-// Where results of a row of this workgroup go; a row is a token of a query head, the tokens of a head are neighbours.
+// The first slot of a row of this workgroup. A row is a token of a query head; the tokens of a head are neighbours.
 fn result_of(batch: u32, key_head: u32, row: u32) -> u32 {
     let head = key_head * params.group + row / params.q_length;
     return ((batch * params.key_heads * params.group + head) * params.q_length + row % params.q_length) * params.slots;
@@ -75,54 +78,54 @@ fn page_of(batch: u32, key: i32) -> i32 {
 }
 {% endif %}
 
-@compute @workgroup_size({{ threads }})
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let program = workgroup.x + workgroup.y * workgroups.x;
-    if (program >= params.count) { return; }
-    let row_block = program % params.row_blocks;
-    let split = program / params.row_blocks % params.splits;
-    let key_head = program / params.row_blocks / params.splits % params.key_heads;
-    let batch = program / params.row_blocks / params.splits / params.key_heads;
+@compute @workgroup_size({{ threads }}) {{ main() }}
+    if (workgroup >= params.count) { return; }
+    let row_block = workgroup % params.row_blocks;
+    let split = workgroup / params.row_blocks % params.splits;
+    let key_head = workgroup / params.row_blocks / params.splits % params.key_heads;
+    let batch = workgroup / params.row_blocks / params.splits / params.key_heads;
     let first_row = row_block * {{ sets * rows }}u;
     let all_rows = params.group * params.q_length;
-    let part = params.first_slot + split;
+    let own_slot = params.first_slot + split;
 
     let given = load_lengths(batch * params.length_stride);
-    let bad = given < 0 || given > params.capacity;
+    let given_start = {{ "load_starts(batch * params.start_stride)" if starts else "0" }};
+    let bad = given < 0 || given > params.capacity || given_start < 0 || given_start > params.capacity;
+    let first_key = select(given_start, 0, bad);
     let length = select(given, 0, bad);
     if (thread == 0u) { atomicStore(&wrong, select(0u, 1u, bad)); }
     workgroupBarrier();
 {% if page %}
-    // Every page that the sequence names is looked at by some share, those left of a window too.
-    let named = (length + {{ page - 1 }}) / {{ page }};
+    // Some split checks each page with keys of the sequence, also those outside a window.
+    let unnamed = first_key / {{ page }};
+    let named = max((length + {{ page - 1 }}) / {{ page }} - unnamed, 0);
     let some = (named + i32(params.splits) - 1) / i32(params.splits);
-    let past_some = min((i32(split) + 1) * some, named);
-    for (var i = i32(split) * some + i32(thread); i < past_some; i += {{ threads }}) {
+    let past_some = unnamed + min((i32(split) + 1) * some, named);
+    for (var i = unnamed + i32(split) * some + i32(thread); i < past_some; i += {{ threads }}) {
         let page = load_table(batch * params.table_b + u32(i) * params.table_s);
         if (page < 0 || page >= params.pages) { atomicStore(&wrong, 1u); }
     }
     workgroupBarrier();
 {% endif %}
 
-    // The share: of the keys that some row sees and that are bound, in whole steps.
-    var low = 0;
+    // The keys of this split, in whole steps, of those that some row sees and that are bound.
+    var low = first_key;
     var high = length;
 {% if left %}
-    low = max(length - i32(params.q_length) - params.left, 0); // the first key that some row sees
+    low = max(low, length - i32(params.q_length) - params.left); // the first key that some row sees
 {% endif %}
 {% if not page %}
     low = max(low, params.range_first);
     high = min(high, params.range_past);
 {% endif %}
     let steps = (max(high - low, 0) + {{ slots * keys - 1 }}) / {{ slots * keys }};
-    let share = (steps + i32(params.splits) - 1) / i32(params.splits);
-    let begin = low + i32(split) * share * {{ slots * keys }};
-    let end = min(begin + share * {{ slots * keys }}, high);
+    let each = (steps + i32(params.splits) - 1) / i32(params.splits);
+    let begin = low + i32(split) * each * {{ slots * keys }};
+    let end = min(begin + each * {{ slots * keys }}, high);
     if (begin >= end) {
         if (thread < {{ sets * rows }}u && first_row + thread < all_rows) {
             let nothing = select(negative_infinity(), not_a_number(), atomicLoad(&wrong) != 0u);
-            store_part_lses(result_of(batch, key_head, first_row + thread) + part, nothing);
+            store_partial_lses(result_of(batch, key_head, first_row + thread) + own_slot, nothing);
         }
         return;
     }
@@ -134,7 +137,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     let k_head = key_head * params.k_h{% if not page %} + batch * params.k_b{% endif %};
     let v_head = key_head * params.v_h{% if not page %} + batch * params.v_b{% endif %};
 
-    // Rows past the last are copies of it, and written nowhere.
+    // Rows past the last are copies of it, and are not written.
 {% for r in range(rows) %}
     let row_{{ r }} = min(first_row + row_set * {{ rows }}u + {{ r }}u, all_rows - 1u);
     let token_{{ r }} = row_{{ r }} % params.q_length;
@@ -158,7 +161,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {% endif %}
 
     for (var start = begin; start < end; start += {{ slots * keys }}) {
-        // Past the end the last key is read again: it exists, so nothing that no row sees is ever met.
+        // Past the end the last key is read again, because memory behind it may hold NaN.
 {% for j in range(keys) %}
         let key_{{ j }} = start + {{ j * slots }} + i32(slot);
         let at_{{ j }} = min(key_{{ j }}, end - 1);
@@ -186,13 +189,13 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {% endfor %}
 {% endfor %}
 {% if page %}
-        // One step ahead: the keys of the next step need not wait for their page's number.
+        // Page numbers are read one step ahead, so that keys do not wait for them.
 {% for j in range(keys) %}
         page_{{ j }} = page_of(batch, min(key_{{ j }} + {{ slots * keys }}, end - 1));
 {% endfor %}
 {% endif %}
 
-        // Logits in powers of two: the products of a lane's columns, summed over its team.
+        // Logits as exponents of two: the products of a lane's columns, summed over its team.
 {% for j in range(keys) %}
 {% for r in range(rows) %}
         var products_{{ j }}_{{ r }} = q_{{ r }}_0 * k_{{ j }}_0;
@@ -233,7 +236,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {% for r in range(rows) %}
 {% for j in range(keys) %}
 {% if several %}
-        // Not &&, which is a branch each: too many for some compilers.
+        // & instead of &&, which would be too many branches for some compilers.
         let seen_{{ j }}_{{ r }} = there_{{ j }} & (key_{{ j }} <= position_{{ r }}){% if left %} & (key_{{ j }} >= position_{{ r }} - params.left){% endif %};
 {% else %}
         let seen_{{ j }}_{{ r }} = there_{{ j }};
@@ -257,7 +260,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
 {% endfor %}
     }
 
-    // The teams that shared the keys of a row meet, in the order of their numbers.
+    // Combine the teams that shared the keys of a row, in a fixed order.
     if (lane == 0u) {
 {% for r in range(rows) %}
         highest_of[team * {{ rows }}u + {{ r }}u] = highest_{{ r }};
@@ -279,7 +282,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
         if (first_row + thread < all_rows) {
             var lse = select(highest + log2(total), negative_infinity(), empty);
             if (atomicLoad(&wrong) != 0u) { lse = not_a_number(); }
-            store_part_lses(result_of(batch, key_head, first_row + thread) + part, lse);
+            store_partial_lses(result_of(batch, key_head, first_row + thread) + own_slot, lse);
         }
     }
     workgroupBarrier();
@@ -303,7 +306,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
             for (var j = 0u; j < {{ slots }}u; j++) {
                 sum += gathered[vector * {{ threads }}u + (of_set * {{ slots }}u + j) * {{ lanes }}u + of_lane];
             }
-            store_parts((result_of(batch, key_head, row) + part) * {{ dv4 }}u + column, sum);
+            store_partials((result_of(batch, key_head, row) + own_slot) * {{ dv4 }}u + column, sum);
         }
     }
 {% if first + now < rows * v_columns %}

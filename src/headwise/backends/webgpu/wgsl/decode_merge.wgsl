@@ -1,15 +1,15 @@
-// Joins the shares of `decode.wgsl`, always in the same order: one workgroup per row, which is a token of a query head.
+// Merges the splits of decode.wgsl in a fixed order: one workgroup per row, which is a token of a query head.
 //
-//   parts      (B · Hq · Sq, slots, Dv), part_lses (B · Hq · Sq, slots), as decode.wgsl leaves them
+//   partials   (B · Hq · Sq, slots, Dv), partial_lses (B · Hq · Sq, slots), from decode.wgsl
 //   sink       (Hq), a logit that joins the denominator
 //   out        (B, Hq, Sq, Dv); lse (B · Hq · Sq), natural
 //
-// Threads that own the same columns take every `chains`-th share each; then the chains are joined in their order.
+// The `chains` threads that own the same columns take the splits in turn; then the chains are merged in order.
 //
 // variables: dtype, sink ("" or its dtype), dv4 (vectors of four in a row), columns (threads beside each other: a power of
 // two), chains
-{{ input("parts", "f32", 4) }}
-{{ input("part_lses", "f32", 1) }}
+{{ input("partials", "f32", 4) }}
+{{ input("partial_lses", "f32", 1) }}
 {% if sink %}
 {{ input("sink", sink, 1) }}
 {% endif %}
@@ -30,10 +30,8 @@ fn negative_infinity() -> f32 { var bits = 0xff800000u; return bitcast<f32>(bits
 fn not_a_number() -> f32 { var bits = 0x7fc00000u; return bitcast<f32>(bits); }
 fn is_nan(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u; }
 
-@compute @workgroup_size({{ threads }})
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let row = workgroup.x + workgroup.y * workgroups.x;
+@compute @workgroup_size({{ threads }}) {{ main() }}
+    let row = workgroup;
     if (row >= params.count) { return; }
     let token = row % params.q_length;
     let head = row / params.q_length % params.heads;
@@ -45,17 +43,17 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
         var total = 0.0;
         var sum = vec4<f32>();
         for (var i = chain; i < params.slots; i += {{ chains }}u) {
-            let share = load_part_lses(row * params.slots + i);
-            if (is_nan(share)) {
+            let split_lse = load_partial_lses(row * params.slots + i);
+            if (is_nan(split_lse)) {
                 total = not_a_number();
-            } else if (bitcast<u32>(share) != 0xff800000u) { // nobody wrote the values of a share that saw nothing
-                let higher = max(highest, share);
+            } else if (bitcast<u32>(split_lse) != 0xff800000u) { // a split that saw nothing wrote no partials
+                let higher = max(highest, split_lse);
                 let shrink = exp2(highest - higher);
-                let weight = exp2(share - higher);
+                let weight = exp2(split_lse - higher);
                 total = total * shrink + weight;
                 sum *= shrink;
                 if (column < {{ dv4 }}u) {
-                    sum += weight * load_parts((row * params.slots + i) * {{ dv4 }}u + column);
+                    sum += weight * load_partials((row * params.slots + i) * {{ dv4 }}u + column);
                 }
                 highest = higher;
             }
@@ -81,7 +79,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
                 row_lse = not_a_number();
                 scaling = not_a_number();
             } else if (total == 0.0) {
-                row_lse = negative_infinity(); // with a sink too: a query that sees nothing stays empty
+                row_lse = {{ "load_sink(head * params.sink_stride)" if sink else "negative_infinity()" }};
                 scaling = 0.0;
             } else {
 {% if sink %}

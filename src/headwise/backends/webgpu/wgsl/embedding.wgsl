@@ -4,9 +4,9 @@
 //   weight  (classes, columns), rows at any distance
 //   y       (places, columns), contiguous; an id outside [0, classes) gives a row of NaN
 //
-// A thread owns one item of y: a vector of four words, a word, or, where rows are no whole words, a word of two 16-bit
-// elements that may be of two rows. A table larger than a binding comes in pieces of rows: each writes its own, the first
-// one the NaN as well.
+// A thread owns one item of y: a vector of four words, a word, or, if rows are not whole words, a word of two 16-bit
+// elements, maybe of two rows. A table larger than a binding is cut into pieces of rows: each writes its own rows, the first
+// one also the NaN.
 //
 // variables: ids (their dtype), width (words of an item; 0 for two halves of a word)
 {{ input("ids", ids, 1) }}
@@ -22,18 +22,16 @@
 {% set value = "vec4<u32>" if width == 4 else "u32" %}
 struct Element { bits: {{ value }}, written: bool }
 
-// Element i of y, and whether this piece of the table says what it is.
+// Element i of y, and whether this piece of the table writes it.
 fn element_of(i: u32) -> Element {
-    let id = bitcast<u32>(load_ids(i / params.columns)); // negative ones are beyond every table
+    let id = bitcast<u32>(load_ids(i / params.columns)); // negative ids become larger than every table
     let row = id - params.first;
     if (row < params.here && id < params.classes) { return Element(load_weight(row * params.weight_stride + i % params.columns), true); }
     return Element({{ value }}(params.nan), params.first == 0u && id >= params.classes);
 }
 
-@compute @workgroup_size(256)
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let item = (group.x + group.y * groups.x) * 256u + thread;
+@compute @workgroup_size(256) {{ main() }}
+    let item = workgroup * 256u + thread;
     if (item >= params.items) { return; }
 {% if width %}
     let element = element_of(item);

@@ -5,8 +5,8 @@
 //   scan     how many keys come before them, in place:     counts (digits, tiles)
 //   scatter  keys and places (count) go where they belong: sorted_keys, sorted_places (count)
 //
-// The first pass makes the keys of the ids: an id that gets no gradient (outside the table, or the padding) is `classes`,
-// beyond all others. A tile is {{ threads }} threads with a run of {{ run }} neighbouring keys each, and so the order of equal keys stays.
+// The first pass turns ids into keys: an id that gets no gradient (outside the table, or the padding) becomes `classes`, larger
+// than all others. In a tile each of {{ threads }} threads has a run of {{ run }} neighbouring keys, which keeps the sort stable.
 //
 // variables: step, ids ("" or their dtype: the first pass), bits (of a digit), threads, run
 {% set digits = 2 ** bits %}
@@ -44,10 +44,8 @@ fn digit_of(key: u32) -> u32 { return (key >> params.shift) & {{ digits - 1 }}u;
 {% if step == "count" %}
 var<workgroup> occurrences: array<atomic<u32>, {{ digits }}>;
 
-@compute @workgroup_size({{ threads }})
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let tile = group.x + group.y * groups.x;
+@compute @workgroup_size({{ threads }}) {{ main() }}
+    let tile = workgroup;
     if (tile >= params.tiles) { return; }
     if (thread < {{ digits }}u) { atomicStore(&occurrences[thread], 0u); }
     workgroupBarrier();
@@ -61,7 +59,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {% elif step == "scan" %}
 var<workgroup> totals: array<u32, {{ threads }}>;
 
-// One workgroup; each thread adds up a stretch of its own.
+// One workgroup; each thread adds up a range of its own.
 @compute @workgroup_size({{ threads }})
 fn main(@builtin(local_invocation_index) thread: u32) {
     let entries = {{ digits }}u * params.tiles;
@@ -87,14 +85,11 @@ fn main(@builtin(local_invocation_index) thread: u32) {
     }
 }
 {% else %}
-// Where the next key of a digit and a thread goes. A digit has one more than it needs: threads that look at all threads of
-// a digit meet every bank of the memory.
+// Where the next key of a digit and a thread goes. The rows of digits are padded by one against bank conflicts.
 var<workgroup> next: array<u32, {{ digits * (threads + 1) }}>;
 
-@compute @workgroup_size({{ threads }})
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let tile = group.x + group.y * groups.x;
+@compute @workgroup_size({{ threads }}) {{ main() }}
+    let tile = workgroup;
     if (tile >= params.tiles) { return; }
     for (var digit = 0u; digit < {{ digits }}u; digit++) { next[digit * {{ threads + 1 }}u + thread] = 0u; }
     let first = (tile * {{ threads }}u + thread) * {{ run }}u;

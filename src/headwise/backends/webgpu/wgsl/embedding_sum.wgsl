@@ -4,11 +4,11 @@
 //   places   (count), rows of the gradient
 //   g        (places, columns), rows at any distance, columns a multiple of four
 //   dweight  (classes, columns), zeros before; rows from `first` to `first + here` are written
-//   parts    (chunks, 2, columns)
+//   partials (chunks, 2, columns)
 //
-// chunks   The sorted ids are cut into chunks of {{ chunk }}. An id that lies inside one chunk is summed and written; one that
-//          crosses chunks leaves a part in each: part 0 where it came from before, part 1 where it begins and goes on.
-// join     The chunk where such an id begins adds up its parts in order. One id throughout is so as parallel as many.
+// chunks   The sorted ids are cut into chunks of {{ chunk }}. An id within one chunk is summed and written; one that crosses
+//          chunks leaves a partial sum in each: number 0 if it started in an earlier chunk, 1 if it starts here.
+// join     The chunk where such an id starts adds up its partial sums in order. One id is as parallel as many.
 //
 // variables: step, dtype (of g), to (of dweight), chunk, lanes (threads that share a chunk; a workgroup has 256 / lanes of them)
 {{ input("keys", "u32", 1) }}
@@ -18,9 +18,9 @@
 {% endif %}
 {{ output("dweight", to, 4) }}
 {% if step == "chunks" %}
-{{ output("parts", "f32", 4) }}
+{{ output("partials", "f32", 4) }}
 {% else %}
-{{ input("parts", "f32", 4) }}
+{{ input("partials", "f32", 4) }}
 {% endif %}
 {{ params("count: u32, chunks: u32, vectors: u32, g_stride: u32, dweight_stride: u32, classes: u32, first: u32, here: u32") }}
 {% set unroll = 4 if step == "chunks" else 8 %}
@@ -57,7 +57,7 @@ fn sum_chunk(chunk: u32, vector: u32) {
                 if (ends && !continued) {
                     write(key, vector, sum);
                 } else {
-                    store_parts((chunk * 2u + select(1u, 0u, continued)) * params.vectors + vector, sum);
+                    store_partials((chunk * 2u + select(1u, 0u, continued)) * params.vectors + vector, sum);
                 }
                 sum = vec4<f32>(0.0);
                 continued = false;
@@ -68,7 +68,7 @@ fn sum_chunk(chunk: u32, vector: u32) {
     }
 }
 {% else %}
-// One past the last place where the key stands; it stands at `from_here`.
+// One past the last place of the key, by binary search; it is known to be at `from_here`.
 fn end_of(key: u32, from_here: u32) -> u32 {
     var low = from_here;
     var high = params.count;
@@ -85,30 +85,27 @@ fn sum_chunk(chunk: u32, vector: u32) {
     if (following >= params.count) { return; }
     let key = load_keys(following);
     if (key >= params.classes || load_keys(following - 1u) != key) { return; }
-    // It began here unless the whole chunk is this id and the one before it was too.
+    // It started here unless the whole chunk is this id and the one before the chunk is too.
     if (first > 0u && load_keys(first) == key) {
         if (load_keys(first - 1u) == key) { return; }
     }
     let last = (end_of(key, following) - 1u) / {{ chunk }}u;
-    var sum = load_parts((chunk * 2u + 1u) * params.vectors + vector);
+    var sum = load_partials((chunk * 2u + 1u) * params.vectors + vector);
     var part = chunk + 1u;
     for (; part + {{ unroll - 1 }}u <= last; part += {{ unroll }}u) {
 {% for k in range(unroll) %}
-        let p{{ k }} = load_parts((part + {{ k }}u) * 2u * params.vectors + vector);
+        let p{{ k }} = load_partials((part + {{ k }}u) * 2u * params.vectors + vector);
 {% endfor %}
         sum += ((p0 + p1) + (p2 + p3)) + ((p4 + p5) + (p6 + p7));
     }
-    for (; part <= last; part++) { sum += load_parts(part * 2u * params.vectors + vector); }
+    for (; part <= last; part++) { sum += load_partials(part * 2u * params.vectors + vector); }
     write(key, vector, sum);
 }
 {% endif %}
 
-@compute @workgroup_size(256)
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
+@compute @workgroup_size(256) {{ main() }}
     let across = (params.vectors + {{ lanes - 1 }}u) / {{ lanes }}u;
-    let index = group.x + group.y * groups.x;
-    let chunk = index / across * {{ 256 // lanes }}u + thread / {{ lanes }}u;
-    let vector = index % across * {{ lanes }}u + thread % {{ lanes }}u;
+    let chunk = workgroup / across * {{ 256 // lanes }}u + thread / {{ lanes }}u;
+    let vector = workgroup % across * {{ lanes }}u + thread % {{ lanes }}u;
     if (chunk < params.chunks && vector < params.vectors) { sum_chunk(chunk, vector); }
 }

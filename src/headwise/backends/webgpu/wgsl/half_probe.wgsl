@@ -1,9 +1,8 @@
-// Does the driver's pack2x16float round a float32 to the nearest float16, and to an even one from the middle of two?
-// result: how many of the words tried came out otherwise.
+// Does the driver's pack2x16float round to nearest even? result: how many of the words tried are wrong.
 //
-// Tried are all float16, every middle between neighbours and the float32 on both sides of each; numbers too large,
-// which shall become infinity, and too small; infinity and NaN, which shall stay. Each is tried in both halves of a
-// word, beside one of its own size and beside another number, mostly a far one, with all signs of the two.
+// It tries all float16 numbers, the middle between each two neighbours, and the float32 numbers next to these; numbers that
+// are too large, which become infinity, and too small; infinity and NaN, which stay. Each is tried in both halves of a word,
+// next to itself and next to another number, with all signs of the two.
 {{ output("result", "u32", 1) }}
 {{ params() }}
 
@@ -11,14 +10,14 @@ const INFINITE_HALF = 0x7c00u; // as bits; the sizes of numbers below are bits, 
 const LEAST_NORMAL_HALF = 0x400u;
 const INFINITE = 0x7f800000u;
 
-// There are four kinds of number with one for every thread, then six with one for every finite float16.
+// First four kinds of numbers with one for each thread, then six kinds with one for each finite float16.
 const THREADS = 256u;
 const BEYOND = 4u * THREADS;
 const TRIED = BEYOND + 6u * INFINITE_HALF;
 
 struct Number {
     size: u32,
-    half_bits: u32, // what it shall become; any NaN stands for all
+    half_bits: u32, // the expected result; any NaN stands for all
 }
 
 var<workgroup> wrong: atomic<u32>;
@@ -49,7 +48,7 @@ fn near_half(kind: u32, half_bits: u32) -> Number {
     }
 }
 
-// Numbers below the least middle; from 65536 on; infinity and the last before it; NaN.
+// Numbers below the lowest middle; from 65536 on; infinity and the largest numbers below it; NaN.
 fn beyond_halves(kind: u32, step: u32) -> Number {
     let too_large = size_of(INFINITE_HALF);
     switch (kind) {
@@ -67,13 +66,13 @@ fn number(i: u32) -> Number {
 
 fn packed(low: u32, high: u32) -> u32 { return pack2x16float(vec2<f32>(bitcast<f32>(low), bitcast<f32>(high))); }
 
-// A NaN may have other digits and lose its sign.
+// NaN may have other bits and lose its sign.
 fn differs(half_bits: u32, expected: u32) -> bool {
     let nan = (half_bits & 0x7fffu) > INFINITE_HALF && (expected & 0x7fffu) > INFINITE_HALF;
     return half_bits != expected && !nan;
 }
 
-// How many of the words with these two come out wrong, whatever their signs.
+// How many of the words with these two are wrong, over all signs.
 fn wrong_beside(low: Number, high: Number) -> u32 {
     var count = 0u;
     for (var signs = 0u; signs < 4u; signs++) {
@@ -93,7 +92,7 @@ fn main(@builtin(local_invocation_index) thread: u32) {
     if (thread == 0u) { atomicStore(&wrong, 0u); }
     workgroupBarrier();
     var count = 0u;
-    // From both ends: what is infinite or NaN lies beside large numbers that have to be rounded.
+    // From both ends: infinity and NaN are then next to large numbers that have to be rounded.
     for (var i = thread; i < TRIED / 2u; i += THREADS) {
         let one = number(i);
         let other = number(TRIED - 1u - i);

@@ -1,4 +1,4 @@
-// Joins partial attention results over different keys by their log-sum-exps (Milakov and Gimelshein, "Online normalizer
+// Merges attention results over different keys by their log-sum-exps (Milakov and Gimelshein, "Online normalizer
 // calculation for softmax", 2018).
 //
 //   lse = log Σ exp(lse_i)        out = Σ exp(lse_i - lse) out_i
@@ -6,7 +6,7 @@
 //   out0 … , lse0 …   (n0, n1, n2, Dv) and (n0, n1, n2), any strides; a part whose lse is -inf is not read
 //   out, lse          the same shapes, contiguous
 //
-// One thread per vector of four: the weights are few, and cheaper to work out again than to pass on.
+// One thread per vector of four: the weights are few, and cheaper to recompute than to share.
 //
 // variables: dtype (of the parts), to (of the result), parts
 {% for i in range(parts) %}
@@ -28,10 +28,8 @@ const LN2 = 0.6931471805599453f;
 fn negative_infinity() -> f32 { var bits = 0xff800000u; return bitcast<f32>(bits); }
 fn there(lse: f32) -> bool { return bitcast<u32>(lse) != 0xff800000u; }
 
-@compute @workgroup_size(256)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let i = (workgroup.x + workgroup.y * workgroups.x) * 256u + thread;
+@compute @workgroup_size(256) {{ main() }}
+    let i = workgroup * 256u + thread;
     if (i >= params.count) { return; }
     let column = i % params.columns;
     let row = i / params.columns;

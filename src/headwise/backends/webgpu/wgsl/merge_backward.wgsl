@@ -1,4 +1,4 @@
-// What one part of `merge.wgsl` gets of the gradients.
+// The gradients of one part of merge.wgsl.
 //
 //   w = exp(lse_i - lse)        d out_i = w g        d lse_i = w (g · (out_i - out) + g_lse)
 //
@@ -6,7 +6,7 @@
 //   out, lse                             the merged result in float32, contiguous
 //   d_out, d_lse                         contiguous
 //
-// Sixteen threads per row; their sums meet in workgroup memory, always in the same order.
+// Sixteen threads per row; their sums are added in workgroup memory, in a fixed order.
 //
 // variables: dtype
 {{ input("part_out", dtype, 4) }}
@@ -24,10 +24,8 @@ const LOG2E = 1.4426950408889634f;
 
 var<workgroup> sums: array<f32, 128>;
 
-@compute @workgroup_size(128)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let first = (workgroup.x + workgroup.y * workgroups.x) * 8u;
+@compute @workgroup_size(128) {{ main() }}
+    let first = workgroup * 8u;
     if (first >= params.rows) { return; }
     let row = min(first + thread / 16u, params.rows - 1u);
     let inside = first + thread / 16u < params.rows;
@@ -36,7 +34,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     let i1 = row / params.n2 % params.n1;
     let i0 = row / params.n2 / params.n1;
     let part_lse = load_part_lse(i0 * params.l_0 + i1 * params.l_1 + i2 * params.l_2);
-    // A part that saw nothing weighs nothing, even if its rows were never written.
+    // A part that saw nothing has weight 0, even if its rows were never written.
     let there = bitcast<u32>(part_lse) != 0xff800000u;
     let weight = select(0.0, exp2((part_lse - load_lse(row)) * LOG2E), there);
     let o_at = i0 * params.o_0 + i1 * params.o_1 + i2 * params.o_2;

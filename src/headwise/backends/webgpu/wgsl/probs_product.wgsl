@@ -1,15 +1,15 @@
-// The matmuls of the backward of the attention probabilities: out = d · k, or out = dᵀ · q over all rows of a key head.
+// The matmuls in the backward of attention probabilities: out = d · k, or out = dᵀ · q over all rows of a key head.
 //
 //   d       (B, Hq, count, columns): gradients of q·k, columns a multiple of four
 //   x       rows of k (B, Hk, Sk, D), or of q (B, Hq, Sq, D)
 //   stats   records of probs.wgsl, whose first word says which row of q each row of d belongs to
-//   before  float32, of out's shape, added to the result: what earlier calls made of other rows
+//   before  float32, of out's shape, added to the result: the sums over rows of earlier dispatches
 //   out     (B, Hq, count, D), or transposed (B, Hk, Sk, D)
 //
 // Tiles of 64 × 64 over 16 terms at a time; a thread owns 4 rows and one vector of four columns.
 //
-// A key that no query sees, and a row that sees nothing, may hold NaN and meet zeros of d: what is not finite is read as
-// zero. Where it was seen, d is NaN already.
+// Keys that no query sees, and rows that see nothing, may hold NaN, and their d is 0: numbers that are not finite are read as
+// 0. If they were seen, d is NaN already.
 //
 // variables: dtype, to (dtype of out), transposed, adds (bool: there is before)
 {{ input("d", dtype, 4) }}
@@ -21,13 +21,13 @@
 {{ input("before", "f32", 4) }}
 {% endif %}
 {{ output("out", to, 4) }}
-{{ params("programs: u32, row_tiles: u32, column_tiles: u32, heads: u32, group: u32, count: u32, k_length: u32,
+{{ params("workgroups: u32, row_tiles: u32, column_tiles: u32, heads: u32, group: u32, count: u32, k_length: u32,
            columns4: u32, d4: u32, x_b: u32, x_h: u32, x_s: u32") }}
 
 {% if transposed %}
 var<workgroup> d_tile: array<vec4<f32>, 256>; // [term, 16 vectors of rows]
 {% else %}
-var<workgroup> d_tile: array<vec4<f32>, 320>; // [row, 4 vectors of terms], and one unused: no two rows share a bank
+var<workgroup> d_tile: array<vec4<f32>, 320>; // [row, 4 vectors of terms], and one of padding against bank conflicts
 {% endif %}
 var<workgroup> x_tile: array<vec4<f32>, 256>; // [term, 16 vectors of columns]
 
@@ -36,14 +36,11 @@ fn finite(value: vec4<f32>) -> vec4<f32> {
     return select(value, vec4<f32>(), (bitcast<vec4<u32>>(value) & exponent) == exponent);
 }
 
-@compute @workgroup_size(256)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let program = workgroup.x + workgroup.y * workgroups.x;
-    if (program >= params.programs) { return; }
-    let column_tile = program % params.column_tiles;
-    let first = program / params.column_tiles % params.row_tiles * 64u;
-    let matrix = program / params.column_tiles / params.row_tiles; // (batch, query head), or (batch, key head)
+@compute @workgroup_size(256) {{ main() }}
+    if (workgroup >= params.workgroups) { return; }
+    let column_tile = workgroup % params.column_tiles;
+    let first = workgroup / params.column_tiles % params.row_tiles * 64u;
+    let matrix = workgroup / params.column_tiles / params.row_tiles; // (batch, query head), or (batch, key head)
     let own_column = thread % 16u;
     let own_row = thread / 16u;
     let column = column_tile * 16u + own_column;
@@ -65,7 +62,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     var sum_2 = vec4<f32>();
     var sum_3 = vec4<f32>();
     for (var start = 0u; start < terms; start += 16u) {
-        let term = start + own_row; // whose row of x this thread brings
+        let term = start + own_row; // whose row of x this thread loads
         let there = term < terms && column < params.d4;
         var brought = vec4<f32>();
         workgroupBarrier();

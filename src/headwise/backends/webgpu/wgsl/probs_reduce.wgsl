@@ -1,10 +1,10 @@
-// Sums over the broadcast dims of a bias, and over the rows of a result that show the same row of q.
+// Sums over the broadcast dims of a bias, and over the lines of a result that belong to the same row of q.
 //
-//   x     (B, H, L, K) float32, any strides; L are rows of q, or, `matched`, lines that each show one
-//   stats records of probs.wgsl, whose first word says which row of q a line shows
+//   x     (B, H, L, K) float32, any strides; L are rows of q, or, if `matched`, lines that each belong to one
+//   stats records of probs.wgsl, whose first word is the row of q of a line
 //   y     (chunks, N) float32, N the elements of (1 or B, 1 or H, 1 or rows of q, 1 or K): each chunk sums some of the terms
 //
-// A thread owns one element where y has all columns, a workgroup one element where it sums over them too.
+// A thread owns one element if y has all columns; a workgroup owns one if columns are summed too.
 //
 // variables: matched, over_columns
 {{ input("x", "f32", 1) }}
@@ -12,33 +12,30 @@
 {{ input("stats", "u32", 4) }}
 {% endif %}
 {{ output("y", "f32", 1) }}
-{{ params("programs: u32, blocks: u32, chunks: u32, elements: u32, y_h: u32, y_q: u32, y_k: u32, some_b: u32, some_h: u32,
+{{ params("workgroups: u32, blocks: u32, chunks: u32, elements: u32, y_h: u32, y_q: u32, y_k: u32, some_b: u32, some_h: u32,
            some_q: u32, all_b: u32, all_h: u32, all_q: u32, columns: u32, x_b: u32, x_h: u32, x_q: u32, x_k: u32") }}
 
 {% if over_columns %}
 var<workgroup> sums: array<f32, 64>;
 {% endif %}
 
-@compute @workgroup_size(64)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let program = workgroup.x + workgroup.y * workgroups.x;
-    if (program >= params.programs) { return; }
-    let chunk = program / params.blocks;
+@compute @workgroup_size(64) {{ main() }}
+    if (workgroup >= params.workgroups) { return; }
+    let chunk = workgroup / params.blocks;
 {% if over_columns %}
-    let element = program % params.blocks;
+    let element = workgroup % params.blocks;
 {% else %}
-    let element = min(program % params.blocks * 64u + thread, params.elements - 1u);
+    let element = min(workgroup % params.blocks * 64u + thread, params.elements - 1u);
 {% endif %}
     let k = element % params.y_k;
     let q = element / params.y_k % params.y_q;
     let h = element / params.y_k / params.y_q % params.y_h;
     let b = element / params.y_k / params.y_q / params.y_h;
-    // Terms are the entries of x that belong to an element: all_* of a dim that is summed over, one of another.
+    // Terms are the entries of x that an element sums: all_* is the size of a dim that is summed over, and 1 otherwise.
     let terms = params.all_b * params.all_h * params.all_q;
-    let share = (terms + params.chunks - 1u) / params.chunks;
+    let each = (terms + params.chunks - 1u) / params.chunks;
     var sum = 0.0;
-    for (var term = chunk * share; term < min((chunk + 1u) * share, terms); term++) {
+    for (var term = chunk * each; term < min((chunk + 1u) * each, terms); term++) {
         let line = q * params.some_q + term % params.all_q;
 {% if matched %}
         if (load_stats(2u * line).x != q) { continue; }
@@ -60,6 +57,6 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
         store_y(chunk * params.elements + element, sum);
     }
 {% else %}
-    if (program % params.blocks * 64u + thread < params.elements) { store_y(chunk * params.elements + element, sum); }
+    if (workgroup % params.blocks * 64u + thread < params.elements) { store_y(chunk * params.elements + element, sum); }
 {% endif %}
 }

@@ -1,4 +1,4 @@
-// y = Σ over chunks of x, in their order, in the dtype of y; with `adds` on top of what y holds.
+// y = Σ over chunks of x, in order, in the dtype of y; if `adds`, added to what y holds.
 //
 //   x  (chunks, elements) float32; y (elements), contiguous
 //
@@ -14,15 +14,13 @@ fn sum_of(element: u32) -> f32 {
     return sum;
 }
 
-@compute @workgroup_size(256)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let i = (workgroup.x + workgroup.y * workgroups.x) * 256u + thread;
+@compute @workgroup_size(256) {{ main() }}
+    let i = workgroup * 256u + thread;
     if (i * {{ width }}u >= params.elements) { return; }
 {% if width == 1 %}
     store_y(i, {{ "load_y(i) + " if adds }}sum_of(i));
 {% else %}
-    // Past the last element the first is added up again: nobody reads it.
+    // Past the last element the first is summed again; it is not read.
     let odd = select(0u, 2u * i + 1u, 2u * i + 1u < params.elements);
     store_y(i, {{ "load_y(i) + " if adds }}vec2<f32>(sum_of(2u * i), sum_of(odd)));
 {% endif %}

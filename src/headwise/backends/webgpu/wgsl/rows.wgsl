@@ -4,29 +4,29 @@
       {% import "rows.wgsl" as rows with context %}
       {{ rows.read("x") }}  {{ rows.write("y") }}     bind tensors of rows
       {{ params(rows.fields("x, …") ~ ", …") }}
-      {{ rows.places() }}                             Raw, values_of, columns_of, inside
+      {{ rows.places() }}                             Raw, values_of, inside; columns_of where not aligned
       {{ rows.reader("x") }}  {{ rows.writer("y") }}  raw_x(row, chunk, lane) -> Raw, write_y(row, chunk, lane, values)
       {{ rows.reduction("row_sum", "f32", "add") }}   row_sum(value, thread): over the threads of a row
 
-  Template variables (rows.py makes them): dtype; lanes, threads that share a row; threads, of a workgroup, which so has
-  threads / lanes rows; held, vectors of four elements that a thread keeps in registers, in the packed form `Raw` they have
-  in memory; walks, whether a row is longer than lanes · held vectors; subgroup, smallest size of a subgroup, 0 for none;
-  aligned; seams; whole, whether aligned rows fill their threads, so that none need ask whether its vectors are inside.
+  Template variables (from rows.py): dtype; lanes, threads that share a row; threads of a workgroup, which has
+  threads / lanes rows; held, vectors of four elements that a thread keeps in registers, packed as in memory (`Raw`); walks,
+  whether a row is longer than lanes · held vectors; subgroup, smallest size of a subgroup, 0 for none; aligned; seams;
+  whole, whether aligned rows fill their threads, so that every vector is inside.
 
-  A row is cut into chunks of `lanes` vectors, one for each thread of it. Aligned rows (all begin at a multiple of four
-  elements and are multiples of four long) are read and written a vector at a time. In others the threads take single
-  elements (float32) or pairs (16 bits: words of the result) side by side, four elements in all, and look at each one's
-  column. A word that two rows share (16 bits, odd rows) belongs to neither: its halves go to `seams` (rows), and
-  rows_seams.wgsl puts them together.
+  A row is cut into chunks of `lanes` vectors, one for each of its threads. Aligned rows (all start at a multiple of four
+  elements and are multiples of four long) are read and written one vector at a time. In other rows neighbouring threads
+  take neighbouring elements (float32) or pairs (16 bits: words of the result), four elements in all, and check the column
+  of each. A word that two rows share (16 bits, odd width) is not written here: its halves go to `seams` (rows), and
+  rows_seams.wgsl joins them. A second result has seams of another name.
 #}
 {% macro read(name) %}
 {{ input(name, dtype, 4 if aligned else 1) }}
 {%- endmacro %}
 
-{% macro write(name) %}
+{% macro write(name, seam="seams") %}
 {{ output(name, dtype, 4 if aligned else 1 if dtype == "f32" else 2) }}
 {%- if seams %}
-{{ output("seams", "f32", 1) }}
+{{ output(seam, "f32", 1) }}
 {%- endif %}
 {%- endmacro %}
 
@@ -45,9 +45,6 @@ fn values_of(raw: Raw) -> vec4<f32> { return vec4<f32>(unpack_{{ dtype }}(raw.x)
 {% endif %}
 
 {% if aligned %}
-fn columns_of(row: u32, chunk: u32, lane: u32) -> vec4<i32> {
-    return i32((chunk * {{ lanes }}u + lane) * 4u) + vec4<i32>(0, 1, 2, 3);
-}
 {% if whole %}
 fn inside(row: u32, chunk: u32, lane: u32) -> bool { return true; }
 {% else %}
@@ -59,7 +56,7 @@ fn columns_of(row: u32, chunk: u32, lane: u32) -> vec4<i32> {
 }
 {% else %}
 fn columns_of(row: u32, chunk: u32, lane: u32) -> vec4<i32> {
-    // Words of the result; where a row begins in the middle of one, the first half of it is column -1.
+    // Words of the result. If a row starts in the middle of a word, the first half of the word is column -1.
     let begins_inside = row & params.width & 1u;
     let first = i32((chunk * {{ 2 * lanes }}u + lane) * 2u) - i32(begins_inside);
     return first + vec4<i32>(0, 1, {{ 2 * lanes }}, {{ 2 * lanes + 1 }});
@@ -67,19 +64,19 @@ fn columns_of(row: u32, chunk: u32, lane: u32) -> vec4<i32> {
 {% endif %}
 {% if not aligned %}
 fn inside(row: u32, chunk: u32, lane: u32) -> vec4<bool> {
-    // A column of -1 is beyond every width as an unsigned number.
+    // As an unsigned number, column -1 is beyond every width.
     return bitcast<vec4<u32>>(columns_of(row, chunk, lane)) < vec4<u32>(params.width);
 }
 {% endif %}
 
 {% if dtype == "bf16" and aligned %}
-// Two numbers of which neither is NaN, to nearest even: half the instructions of pack_bf16, which asks.
+// Rounds two numbers that are not NaN to nearest even: half the instructions of pack_bf16.
 fn finite_bits(x: f32) -> u32 { let bits = bitcast<u32>(x); return bits + 0x7fffu + extractBits(bits, 16u, 1u); }
 fn pack_finite(value: vec2<f32>) -> u32 { return (finite_bits(value.x) >> 16u) | (finite_bits(value.y) & 0xffff0000u); }
 {% endif %}
 fn is_finite(x: f32) -> bool { return (bitcast<u32>(x) & 0x7f800000u) != 0x7f800000u; }
 
-// Infinity and NaN, which no WGSL constant may be. A variable is no constant.
+// WGSL constants may not be infinite or NaN; variables may.
 fn negative_infinity() -> f32 { var bits = 0xff800000u; return bitcast<f32>(bits); }
 fn not_a_number() -> f32 { var bits = 0x7fc00000u; return bitcast<f32>(bits); }
 {% endmacro %}
@@ -94,19 +91,14 @@ fn raw_{{ name }}(row: u32, chunk: u32, lane: u32) -> Raw {
 {% endif %}
     return {{ name }}[params.{{ name }}_start + row * params.{{ name }}_stride + vector];
 }
-fn element_{{ name }}(row: u32, column: u32) -> f32 {
-    let values = values_of({{ name }}[params.{{ name }}_start + row * params.{{ name }}_stride + column / 4u]);
-    return values[column % 4u];
-}
-{% else %}
-{% if dtype == "f32" %}
+{% elif dtype == "f32" %}
 fn raw_{{ name }}(row: u32, chunk: u32, lane: u32) -> Raw {
     let column = min(vec4<u32>(columns_of(row, chunk, lane)), vec4<u32>(max(params.width, 1u) - 1u));
     let at = params.{{ name }}_start + row * params.{{ name }}_stride + column;
     return Raw({{ name }}[at.x], {{ name }}[at.y], {{ name }}[at.z], {{ name }}[at.w]);
 }
 {% else %}
-// Elements e and e + 1 as a word; e may be -1, and then the first is anything.
+// Elements e and e + 1 as a word; if e is -1, the first half is undefined.
 fn pair_{{ name }}(e: i32) -> u32 {
     let word = {{ name }}[u32(max(e, 0)) >> 1u];
     if ((e & 1) == 0) { return word; }
@@ -118,11 +110,9 @@ fn raw_{{ name }}(row: u32, chunk: u32, lane: u32) -> Raw {
     return Raw(pair_{{ name }}(at.x), pair_{{ name }}(at.y));
 }
 {% endif %}
-fn element_{{ name }}(row: u32, column: u32) -> f32 { return load_{{ name }}(row * params.{{ name }}_stride + column); }
-{% endif %}
 {% endmacro %}
 
-{% macro writer(name) %}
+{% macro writer(name, seam="seams") %}
 {% if aligned %}
 fn write_{{ name }}(row: u32, chunk: u32, lane: u32, values: vec4<f32>) {
     if (inside(row, chunk, lane)) { store_{{ name }}(row * (params.width / 4u) + chunk * {{ lanes }}u + lane, values); }
@@ -148,7 +138,7 @@ fn write_pair_{{ name }}(row: u32, column: i32, values: vec2<f32>) {
     if (column >= width) { return; }
 {% if seams %}
     if (column < 0 || column + 1 == width) {
-        store_seams(row, select(values.x, values.y, column < 0));
+        store_{{ seam }}(row, select(values.x, values.y, column < 0));
         return;
     }
 {% endif %}
@@ -162,6 +152,24 @@ fn write_{{ name }}(row: u32, chunk: u32, lane: u32, values: vec4<f32>) {
 {% endif %}
 {% endmacro %}
 
+{# packed(values): what a tensor of rows holds of them. And write_raw_<name>, which writes that; after its writer. #}
+{% macro raw_writer(name) %}
+{% if dtype == "f32" %}
+fn packed(values: vec4<f32>) -> Raw { return values; }
+{% else %}
+fn packed(values: vec4<f32>) -> Raw { return Raw(pack_{{ dtype }}(values.xy), pack_{{ dtype }}(values.zw)); }
+{% endif %}
+fn write_raw_{{ name }}(row: u32, chunk: u32, lane: u32, raw: Raw) {
+{% if aligned %}
+    if (inside(row, chunk, lane)) {
+        {{ name }}[params.{{ name }}_start + row * (params.width / 4u) + chunk * {{ lanes }}u + lane] = raw;
+    }
+{% else %}
+    write_{{ name }}(row, chunk, lane, values_of(raw));
+{% endif %}
+}
+{% endmacro %}
+
 {# `value`, combined over `across` neighbouring threads of a subgroup; all of them get the result. #}
 {% macro exchange(across, combine) %}
 {% for reach in (1, 2, 4, 8, 16, 32, 64) if reach < across %}
@@ -170,8 +178,8 @@ fn write_{{ name }}(row: u32, chunk: u32, lane: u32, values: vec4<f32>) {
 {% endmacro %}
 
 {#
-  A function that combines one value of each thread of a row, in a fixed order; every thread gets the result. To be called
-  by all threads of the workgroup. `combine` names a function of two values.
+  Defines a function that combines one value of each thread of a row, in a fixed order; every thread gets the result. All
+  threads of the workgroup must call it. `combine`: the name of a function of two values.
 #}
 {% macro reduction(name, type, combine) %}
 {% set shared = lanes // subgroup if subgroup else lanes %}
@@ -190,7 +198,7 @@ fn {{ name }}(mine: {{ type }}, thread: u32) -> {{ type }} {
     if (thread % {{ subgroup }}u == 0u) { {{ name }}_parts[thread / {{ subgroup }}u] = value; }
     workgroupBarrier();
 {% set across = [shared, subgroup] | min %}
-    // Each thread takes one part of its row, and its neighbours the others: all of them end with the whole.
+    // Neighbouring threads take different parts of their row and combine them: all get the result.
     let first = thread / {{ lanes }}u * {{ shared }}u + thread % {{ across }}u;
     value = {{ name }}_parts[first];
 {% for i in range(1, shared // across) %}
@@ -231,6 +239,12 @@ fn sum_of(values: vec4<f32>) -> f32 { return (values.x + values.y) + (values.z +
 {{ reduction("row_sum", "f32", "add") }}
 {% endmacro %}
 
+{# The same of two numbers at once: row_sums(values, thread). #}
+{% macro pair_sums() %}
+fn add_pair(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> { return a + b; }
+{{ reduction("row_sums", "vec2<f32>", "add_pair") }}
+{% endmacro %}
+
 {# As `exchange`, of (highest, total). #}
 {% macro exchange_softmax(across) %}
     {
@@ -247,7 +261,7 @@ fn sum_of(values: vec4<f32>) -> f32 { return (values.x + values.y) + (values.z +
 {% endmacro %}
 
 {#
-  Of a whole row, (highest, total): neighbours first agree on the highest, and bring their totals to it once. Joining pairs
+  (highest, total) of a whole row: neighbours first find the highest value, and rescale their totals once. Joining pairs
   would take two powers at every step.
 #}
 {% macro softmax_through_subgroups() %}
@@ -275,16 +289,16 @@ fn row_softmax(mine: vec2<f32>, thread: u32) -> vec2<f32> {
 {% endmacro %}
 
 {#
-  Highest value and total of exp(value - highest), as values come: Milakov and Gimelshein, "Online normalizer calculation
-  for softmax", 2018. Differences first, then the power of two: the largest terms, which matter most, are the most exact.
+  The highest value and the total of exp(value - highest), online: Milakov and Gimelshein, "Online normalizer calculation
+  for softmax", 2018. The difference is taken first, then the power of two: the largest terms are the most exact.
 
-  16 bits cost more instructions than memory, so there a power takes one multiplication and addition. The product of
-  the highest value is rounded before it is subtracted: what the power of the highest value itself then is, beside 1, is
-  divided out again (`unit`). Beyond a million neighbours are thousands apart, all powers but 1 vanish whatever the factor,
-  and one of 1 rounds nothing. Values that are not 16 bits themselves (`exact`) are spared this.
+  16-bit kernels are limited by instructions, so there a power takes one fused multiply-add. The product of the highest value
+  is rounded before it is subtracted, so the power of the highest value is not quite 1; `unit` divides that out. Above a
+  million, neighbouring values are thousands apart: all powers but the highest vanish, and a factor of 1 avoids the rounding.
+  `exact`: values are not 16-bit numbers themselves, and need the difference first.
 #}
 {% macro softmax(exact) %}
-const LOWEST = -3.4028234e38; // a maximum to start from that is finite, so that no difference is NaN
+const LOWEST = -3.4028234e38; // the first maximum: finite, so that no difference is NaN
 const LOG2E = 1.44269504;
 
 fn highest_of(values: vec4<f32>) -> f32 { return max(max(values.x, values.y), max(values.z, values.w)); }
@@ -318,9 +332,9 @@ fn join(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
 {% endmacro %}
 
 {#
-  Vectors of tensors, `names`, in registers x0, x1, … (of several sets: x_even0, …). What is `ahead` (a row and a chunk) is read into a register as soon as
-  what it held was used, so that it is on its way while others are still worked on; nothing where that is empty, and of
-  `next_row` only where `goes_on`.
+  Load vectors of the tensors `names` into registers x0, x1, … (with sets: x_even0, …). `refill` loads what is `ahead` (a row
+  and a chunk) into a register once its value was used, to overlap the load with the work on others; nothing if that is empty,
+  and `next_row` only if `goes_on`.
 #}
 {% macro load(names, where, set="") %}
 {% for k in range(held) %}
@@ -352,9 +366,9 @@ fn join(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
     state = vec2<f32>(higher, state.y * exp2((state.x - higher) * LOG2E) + more * unit(higher));
 {% endmacro %}
 
-{# row, lane and `there` (is it a row of its own?) of a thread; ends workgroups beyond the last row. #}
+{# row, lane and `there` (does the row exist?) of a thread; workgroups beyond the last row return. #}
 {% macro row_of_thread() %}
-    let first_row = (group.x + group.y * groups.x) * {{ threads // lanes }}u;
+    let first_row = workgroup * {{ threads // lanes }}u;
     if (first_row >= params.rows) { return; }
 {% if lanes == threads %}
     let row = first_row;
@@ -367,7 +381,7 @@ fn join(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
 {% endif %}
 {% endmacro %}
 
-{# A row's statistics: `fold`, a macro over a chunk and what is ahead, part by part; the last part stays in registers. #}
+{# Calls the macro `fold(chunk, ahead)` for each part of a row; the last part stays in registers. #}
 {% macro forwards(fold, ahead="") %}
 {% if walks %}
     for (var block = 1u; block < params.blocks; block++) {
@@ -394,8 +408,8 @@ fn join(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
 {% endmacro %}
 
 {#
-  A row's results: `finish`, a macro over a chunk, what is ahead and a way to write, for the part that is in registers, then
-  the others, from the end: they were read last. Where the row is `sound`, none of its results NaN, they are written faster.
+  Calls the macro `finish(chunk, ahead, write)` for the part in registers, then for the others from the end, as the last were
+  read most recently. `sound`: a condition under which no result is NaN; then bfloat16 is rounded faster.
 #}
 {% macro backwards(finish, sound, ahead="") %}
 {% if sound and dtype == "bf16" and aligned %}
@@ -408,9 +422,3 @@ fn join(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
 {{ backwards_writing(finish, ahead, "write") }}
 {% endif %}
 {% endmacro %}
-
-{% macro entry() -%}
-@compute @workgroup_size({{ threads }})
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-{%- endmacro %}

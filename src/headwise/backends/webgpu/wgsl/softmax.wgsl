@@ -3,8 +3,8 @@
 //   forward    x (rows, width)            y  = exp(x - max) / sum exp(x - max)      a row of -inf gives zeros
 //   backward   p, g (rows, width)         dx = p · (g - sum p · g)
 //
-// A row is read into registers whole, or walked: forwards for its statistics, the last part kept, then backwards to use
-// them, so that the second reading meets the cache. How rows lie on threads: rows.wgsl.
+// A row is read into registers whole, or walked: forwards for its statistics, the last part kept, then backwards for the
+// results, so that the second read hits the cache. How rows map to threads: rows.wgsl.
 //
 // variables: backward, and those of rows.wgsl
 {% import "rows.wgsl" as rows with context %}
@@ -48,7 +48,7 @@
     }
 {% endmacro %}
 
-{{ rows.entry() }}
+@compute @workgroup_size({{ threads }}) {{ main() }}
 {{ rows.row_of_thread() }}
 {% if backward %}
     var state = 0.0;

@@ -1,5 +1,5 @@
-// How large a subgroup is here, and whether its lanes are the threads of a workgroup in their order: kernels that share a
-// row between neighbouring threads count on both. result: (smallest size seen, threads that are out of order).
+// The size of a subgroup, and whether its lanes are neighbouring threads of a workgroup, in order: kernels that share a row
+// between neighbouring threads rely on both. result: (size, threads that are out of order).
 {{ output("result", "u32", 1) }}
 {{ params() }}
 

@@ -4,8 +4,8 @@
 //   y  (batch, columns, rows)
 //
 // `blocks`: rows of both are whole vectors of 16 bytes, E elements. A thread reads a block of E by E elements as E vectors,
-// turns it in registers and writes E vectors. Neighbouring threads lie so that reading as well as writing meets whole
-// stretches of memory: no workgroup memory is needed.
+// transposes it in registers and writes E vectors. Neighbouring threads have neighbouring blocks in both dims, so that reads
+// and writes are coalesced without workgroup memory.
 //
 // else: x has any strides, rows of y are whole words. A tile of 32 by 32 elements goes through workgroup memory.
 //
@@ -31,10 +31,8 @@ a{{ w }}[{{ j }}]
 {%- endif %}
 {%- endmacro %}
 
-@compute @workgroup_size(256)
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let tile = group.x + group.y * groups.x;
+@compute @workgroup_size(256) {{ main() }}
+    let tile = workgroup;
     if (tile >= params.tiles) { return; }
     let column_tile = tile % params.column_tiles;
     let row_tile = tile / params.column_tiles % params.row_tiles;
@@ -60,13 +58,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 {{ output("y", "u%d" % (8 * bytes), per_word) }}
 {{ params("rows: u32, columns: u32, row_tiles: u32, column_tiles: u32, tiles: u32, x_batch: u32, x_row: u32, x_column: u32, y_batch: u32, y_row: u32") }}
 
-// A row of the tile is one longer than it needs to be: reading down a column meets every bank of the memory.
+// A row of the tile is padded by one element, against bank conflicts when columns are read.
 var<workgroup> elements: array<{{ value }}, {{ 32 * 33 }}>;
 
-@compute @workgroup_size(256)
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let tile = group.x + group.y * groups.x;
+@compute @workgroup_size(256) {{ main() }}
+    let tile = workgroup;
     if (tile >= params.tiles) { return; }
     let first_column = tile % params.column_tiles * 32u;
     let first_row = tile / params.column_tiles % params.row_tiles * 32u;

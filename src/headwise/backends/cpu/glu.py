@@ -1,0 +1,132 @@
+"""Gated linear units on the CPU: cache-sized blocks, float32 inside, so that a 16-bit result is rounded once.
+
+The values and slopes are PyTorch's own kernels, where it has fast ones. Its tanh takes six times as long as its sigmoid, so
+gelu_tanh goes by that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.backends.cpu.row_blocks import BLOCK, row_blocks, scratch_for, working_copy
+from headwise.backends.cpu.threads import in_threads
+
+if TYPE_CHECKING:
+    from headwise.ops.glu import Glu, GluBackward
+
+_aten = torch.ops.aten
+_ELEMENTS = BLOCK // 2  # of a block: several tensors share the cache
+_TANH_SLOPE, _TANH_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
+
+
+class _Activation(NamedTuple):
+    value: Callable[[Tensor, Tensor], Tensor]  # value(a, out): f(a), written to out
+    slope: Callable[
+        [Tensor, Tensor, Tensor, Tensor], Tensor
+    ]  # slope(h, a, s, t): h · f'(a), written to h; s, t are free
+
+
+def glu_forward(args: Glu) -> Tensor:
+    gate, up = _halves(args)
+    value = _ACTIVATIONS[args.activation].value
+    y = torch.empty(gate.shape, dtype=gate.dtype)
+    if y.numel() == 0:
+        return y
+    (gate, up), (y_rows,) = _as_rows([gate, up], [y])
+
+    def work(thread: int, threads: int) -> None:
+        copy, scratch = scratch_for(gate, 2, _ELEMENTS)
+        for rows, (a_block, u) in islice(row_blocks(gate, up, elements=_ELEMENTS), thread, None, threads):
+            a, out = working_copy(a_block, copy), y_rows[rows]
+            if out.dtype == a.dtype:
+                value(a, out).mul_(u)
+            else:
+                out.copy_(value(a, scratch[: out.shape[0]]).mul_(u))
+
+    in_threads(work, most=-(-y.numel() // _ELEMENTS))
+    return y
+
+
+def glu_backward(args: GluBackward) -> tuple[Tensor, Tensor | None]:
+    gate, up = _halves(args)
+    value, slope = _ACTIVATIONS[args.activation]
+    results = [torch.empty(x.shape, dtype=x.dtype) for x in (args.gate, args.up) if x is not None]
+    both = results[0], results[1] if args.up is not None else None
+    if gate.numel() == 0:
+        return both
+    dgate, dup = results if args.up is not None else results[0].chunk(2, -1)
+    (gate, up, grad), targets = _as_rows([gate, up, args.grad], [dgate, dup])
+
+    def work(thread: int, threads: int) -> None:
+        a_copy, g_copy, u_copy, scratch = scratch_for(gate, 4, _ELEMENTS)
+        blocks = row_blocks(gate, up, grad, elements=_ELEMENTS)
+        for rows, (a_block, u_block, g_block) in islice(blocks, thread, None, threads):
+            a, g, u = working_copy(a_block, a_copy), working_copy(g_block, g_copy), working_copy(u_block, u_copy)
+            dgate_block, dup_block = (target[rows] for target in targets)
+            free = g_copy[: len(a)], u_copy[: len(a)]  # once g · u is known
+            if dup_block.dtype == a.dtype:
+                value(a, dup_block).mul_(g)
+                slope(torch.mul(g, u, out=dgate_block), a, *free)
+            else:
+                dup_block.copy_(value(a, scratch[: len(a)]).mul_(g))
+                dgate_block.copy_(slope(torch.mul(g, u, out=scratch[: len(a)]), a, *free))
+
+    in_threads(work, most=-(-gate.numel() // _ELEMENTS))
+    return both
+
+
+def _halves(args: Glu | GluBackward) -> Sequence[Tensor]:
+    return args.gate.chunk(2, -1) if args.up is None else (args.gate, args.up)
+
+
+def _as_rows(inputs: list[Tensor], targets: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Inputs as they are and targets as (rows, W); all as (elements, 1), to cut anywhere, where all are contiguous."""
+    if all(x.is_contiguous() for x in (*inputs, *targets)):
+        return [x.view(-1, 1) for x in inputs], [x.view(-1, 1) for x in targets]
+    return inputs, [x.view(-1, x.shape[-1]) for x in targets]
+
+
+def _gelu(a: Tensor, out: Tensor) -> Tensor:
+    """PyTorch 2.13 with oneDNN leaves an ``out`` that is not contiguous as it was, without an error."""
+    return _aten.gelu.out(a, out=out) if out.is_contiguous() else out.copy_(_aten.gelu(a))
+
+
+def _tanh_argument(a: Tensor, out: Tensor) -> Tensor:
+    """2 √(2/π) (a + 0.044715 a³): gelu_tanh is a times its sigmoid."""
+    return torch.mul(a, a, out=out).mul_(_TANH_SLOPE * _TANH_CUBE).add_(_TANH_SLOPE).mul_(a)
+
+
+def _gelu_tanh_slope(h: Tensor, a: Tensor, s: Tensor, t: Tensor) -> Tensor:
+    _tanh_argument(a, s).sigmoid_()
+    # a times the slope of the argument, times 1 - s
+    torch.mul(a, a, out=t).mul_(3 * _TANH_SLOPE * _TANH_CUBE).add_(_TANH_SLOPE).mul_(a)
+    t.addcmul_(t, s, value=-1)
+    return h.mul_(t.add_(1).mul_(s))
+
+
+_ACTIVATIONS = {
+    "silu": _Activation(
+        lambda a, out: _aten.silu.out(a, out=out), lambda h, a, s, t: _aten.silu_backward.grad_input(h, a, grad_input=h)
+    ),
+    "gelu": _Activation(_gelu, lambda h, a, s, t: _aten.gelu_backward.grad_input(h, a, grad_input=h)),
+    "gelu_tanh": _Activation(lambda a, out: _tanh_argument(a, out).sigmoid_().mul_(a), _gelu_tanh_slope),
+    "relu": _Activation(
+        lambda a, out: torch.clamp_min(a, 0, out=out),
+        lambda h, a, s, t: _aten.threshold_backward.grad_input(h, a, 0, grad_input=h),
+    ),
+    "relu2": _Activation(
+        lambda a, out: torch.clamp_min(a, 0, out=out).square_(),
+        lambda h, a, s, t: h.mul_(torch.clamp_min(a, 0, out=s)).mul_(2),
+    ),
+    "sigmoid": _Activation(
+        lambda a, out: torch.sigmoid(a, out=out),
+        lambda h, a, s, t: _aten.sigmoid_backward.grad_input(h, torch.sigmoid(a, out=s), grad_input=h),
+    ),
+    "identity": _Activation(lambda a, out: out.copy_(a), lambda h, a, s, t: h),
+}

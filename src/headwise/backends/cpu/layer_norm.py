@@ -1,0 +1,124 @@
+"""Layer normalisation on the CPU: PyTorch's own kernels where they are sound, cache-sized blocks of rows where not.
+
+PyTorch's kernels read a row once, with Welford's statistics, but then compute ``x · rstd - mean · rstd``: the difference of
+two large numbers where the mean is many deviations away from zero, or the row nearly constant. Such rows are computed here,
+from ``x - mean``. For 16 bits they also add up dweight in 16 bits, and keep statistics in the dtype of the weight: so
+backward hands them float32, block by block, and forward float32 weights.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.backends.cpu.row_blocks import BLOCK, row_blocks, scratch_for, working_copy
+from headwise.backends.cpu.threads import in_threads
+from headwise.layout import statistics_dtype
+
+if TYPE_CHECKING:
+    from headwise.ops.layer_norm import LayerNorm, LayerNormBackward
+
+# Deviations between zero and the mean of a row from which on PyTorch's formula is not used: it loses three bits there.
+FAR = 8.0
+
+
+def layer_norm_forward(args: LayerNorm) -> tuple[Tensor, Tensor]:
+    x, shape = args.x, args.x.shape[-1:]
+    if x.numel() == 0:
+        return torch.empty(x.shape, dtype=x.dtype), torch.zeros((*x.shape[:-1], 3), dtype=statistics_dtype(x.dtype))
+    weight, bias = _parameters(args)
+    y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, args.eps)
+    statistics = torch.cat((mean, torch.zeros_like(mean), rstd), -1)  # from three of (..., 1)
+    far = _far(mean, rstd).view(-1)
+    if far.any():
+        y_rows, of_rows = y.view(-1, *shape), statistics.view(-1, 3)
+        (scratch,) = scratch_for(x, 1)
+        for rows, (block,) in row_blocks(x):
+            if far[rows].any():
+                n, of_rows[rows] = _normalised(working_copy(block, scratch), args.eps)
+                y_rows[rows] = torch.addcmul(bias, n, weight, out=n)
+    return y, statistics
+
+
+def layer_norm_backward(args: LayerNormBackward) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    x, width = args.x, args.x.shape[-1]
+    weight, bias = _parameters(args)
+    dx = torch.empty(x.shape, dtype=x.dtype)
+    found: dict[int, tuple[Tensor, Tensor]] = {}  # dweight and dbias of each block
+    if x.numel() > 0:
+        dx_rows = dx.view(-1, width)
+        known = None if args.statistics is None else args.statistics.reshape(-1, 3)
+
+        def work(thread: int, threads: int) -> None:
+            x_copy, grad_copy = scratch_for(x, 2)
+            for i, (rows, blocks) in islice(enumerate(row_blocks(x, args.grad)), thread, None, threads):
+                x_block, grad = working_copy(blocks[0], x_copy), working_copy(blocks[1], grad_copy)
+                if known is None:
+                    _, mean, rstd = torch.native_layer_norm(x_block, (width,), weight, bias, args.eps)
+                else:
+                    mean, _, rstd = known[rows].T.contiguous().unsqueeze(-1)
+                if _far(mean, rstd).any():
+                    of_block = _careful_gradients(grad, x_block, weight, args.eps)
+                else:
+                    of_block = _Gradients(
+                        *torch.ops.aten.native_layer_norm_backward(
+                            grad, x_block, (width,), mean, rstd, weight, bias, [True, True, True]
+                        )
+                    )
+                dx_rows[rows] = of_block.x
+                found[i] = of_block.weight, of_block.bias
+
+        in_threads(work, most=-(-x.numel() // BLOCK))
+    sums = [found[i] for i in range(len(found))]
+    return dx, _total(args.weight, [s[0] for s in sums]), _total(args.bias, [s[1] for s in sums])
+
+
+class _Gradients(NamedTuple):
+    """Of a block of rows."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+def _far(mean: Tensor, rstd: Tensor) -> Tensor:
+    """Is the mean far from zero? Also where it is NaN."""
+    return ~((mean * rstd).abs() < FAR)
+
+
+def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``(x - mean) · rstd`` of a block (rows, D), and (mean, rest of the mean, rstd) of each row."""
+    pivot = x.mean(-1, keepdim=True)
+    deviation = x - pivot
+    rest = deviation.mean(-1, keepdim=True)  # what the rounding of the mean left
+    deviation -= rest
+    rstd = deviation.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return deviation.mul_(rstd), torch.cat((pivot, rest, rstd), -1)
+
+
+def _careful_gradients(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> _Gradients:
+    n, statistics = _normalised(x, eps)
+    h = grad * weight
+    dx = (h - h.mean(-1, keepdim=True)).addcmul_(n, (h * n).mean(-1, keepdim=True), value=-1)
+    return _Gradients(dx.mul_(statistics[:, 2:]), (grad * n).sum(0), grad.sum(0))
+
+
+def _total(like: Tensor | None, sums: list[Tensor]) -> Tensor | None:
+    """Blocks are summed in float32, their sums in float64: it costs nothing and adds no rounding of its own."""
+    if like is None:
+        return None
+    total = torch.zeros(like.shape, dtype=torch.float64)
+    for of_block in sums:
+        total += of_block
+    return total.to(like.dtype)
+
+
+def _parameters(args: LayerNorm | LayerNormBackward) -> tuple[Tensor, Tensor]:
+    """Weight and bias in the dtype of the statistics."""
+    width, dtype = args.x.shape[-1], statistics_dtype(args.x.dtype)
+    weight = torch.ones(width, dtype=dtype) if args.weight is None else args.weight.to(dtype)
+    bias = torch.zeros(width, dtype=dtype) if args.bias is None else args.bias.to(dtype)
+    return weight, bias

@@ -1,0 +1,268 @@
+"""The Gluon kernel of the attention backward on Hopper: five matrix products per pair of blocks, all five of them `wgmma`.
+
+A program works on one tile of 128 keys after the other: two warpgroups (the consumers) hold dK and dV of 64 keys each in
+registers and walk together over the blocks of queries that see some of the keys, from the last to the first, for every query
+head of the key head. One warp draws tiles and loads, and where the result must be the same bits every time, two more take
+turns for dQ (`backward_schedule`). Keys and values have two places in shared memory: those of the next tile arrive while
+this one is worked on, and its gradients leave from where its keys and values were.
+
+A step of a consumer, with everything transposed, keys down and queries across, so that P and dS feed dV and dK from
+registers:
+
+    dP = V dO'    P = exp(S - lse)    dV += P dO    dS = P (dP - delta), stored for both consumers
+    dQ = dS' K    dK += dS Q          dQ is added to the sums        S of the next step = K Q'
+
+Each line of arithmetic has a product beside it that does not wait for it: exp has dP, dS has dV, the sums have dK, and S of
+the next step is in the queue before dK is done.
+
+dQ is a sum over programs. A consumer adds its half straight from the registers to a float32 array that holds every block in
+the order of the registers (`in_fragment_order`), so that a warp adds 512 bytes in a row with one instruction.
+
+Shared memory that a loop reads at a fixed place is indexed with a zero that the compiler cannot see through (`opaque_zero`):
+otherwise it keeps the descriptors of all the products in registers, dozens of them, and spills.
+
+In the signatures, HALF is the number of a consumer and X are the constants of a `Variant`.
+"""
+
+from __future__ import annotations
+
+from headwise.backends.triton.hopper.backward_math import (
+    add_to_sums,
+    only_seen,
+    opaque_zero,
+    score_gradients,
+    wait_for_consumers,
+    weights_of,
+)
+from headwise.backends.triton.hopper.backward_schedule import (
+    FIELDS,
+    Buffers,
+    Call,
+    Inputs,
+    Turns,
+    await_turns,
+    block_at,
+    constants,
+    is_first_at,
+    new_tiles,
+    next_tile,
+    pass_turns,
+    produce,
+)
+from headwise.backends.triton.hopper.gluon_names import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from headwise.backends.triton.hopper.mailbox import new_barriers, new_mailbox, wait_full
+from headwise.backends.triton.hopper.sequence_rows import store_rows
+
+
+@gluon.jit
+def _step(
+    HALF: gl.constexpr, products, dk, dv, step, block, more, place, sums_at, low, tile, buffers, ds_s, turns, call,
+    MASKED: gl.constexpr, X: gl.constexpr,
+):  # fmt: skip
+    """One block of queries, of which the products q·k are known; returns those of the next one, too."""
+    BM: gl.constexpr = X.rows
+    D: gl.constexpr = X.dim
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    LEFT_OPERAND: gl.constexpr = gl.DotOperandLayout(0, DK_LAYOUT, 2)
+    DQ_COLUMNS: gl.constexpr = D * BM // 128
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
+    no_scores = gl.zeros([64, BM], gl.float32, S_LAYOUT)
+    no_dq = gl.zeros([64, DQ_COLUMNS], gl.float32, DQ_LAYOUT)
+    place += opaque_zero()
+    k = buffers.k.index(place).reshape([X.keys, D])
+    own_k = k.slice(HALF * 64, 64, dim=0)
+    own_v = buffers.v.index(place).reshape([X.keys, D]).slice(HALF * 64, 64, dim=0)
+    # The two consumers share a block of dQ: 64 rows are split by columns, 128 by rows.
+    if BM == 64:
+        dq_k = k.slice(HALF * (D // 2), D // 2, dim=1)
+    else:
+        dq_k = k
+    stage = step % X.stages
+    q = buffers.q.index(stage).reshape([BM, D])
+    do = buffers.do.index(stage).reshape([BM, D])
+
+    dp_started = warpgroup_mma(own_v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    p = weights_of(products, buffers.lse.index(stage).load(S_LAYOUT), call, X)
+    if MASKED:
+        p = only_seen(p, block, low, tile, call, X)
+    p_16 = gl.convert_layout(p.to(q.dtype), LEFT_OPERAND)
+    dv_started = warpgroup_mma(p_16, do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, [dp_started])
+    delta, lse = buffers.delta.index(stage).load(S_LAYOUT), buffers.lse.index(stage).load(S_LAYOUT)
+    ds_16 = score_gradients(p, dp, delta, lse, call, X).to(q.dtype)
+    ds_buffer = ds_s.index(step % 2)
+    ds_buffer.slice(HALF * 64, 64, dim=0).store(ds_16)
+    ds_operand = gl.convert_layout(ds_16, LEFT_OPERAND)
+    fence_async_shared()
+    wait_for_consumers(256)
+
+    if BM == 64:
+        ds_rows = ds_buffer.permute((1, 0))
+    else:
+        ds_rows = ds_buffer.slice(HALF * 64, 64, dim=1).permute((1, 0))
+    dq_started = warpgroup_mma(ds_rows, dq_k, no_dq, use_acc=False, is_async=True)
+    dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    dq, dv, p_16 = warpgroup_mma_wait(1, [dq_started, dv_started, p_16])
+    if X.deterministic:
+        wait_full(turns.may_add, step, X.stages)
+    add_to_sums(dq, sums_at, is_first_at(block, tile, X), X)
+    # S of the next step follows dK without a gap; after the last step it is of no use.
+    wait_full(buffers.q_full, step + 1, X.stages, more)
+    next_q = buffers.q.index((step + 1) % X.stages).reshape([BM, D])
+    s_started = warpgroup_mma(own_k, next_q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    products, dk, ds_operand = warpgroup_mma_wait(0, [s_started, dk_started, ds_operand])
+    mbarrier.arrive(buffers.q_empty.index(stage))
+    return products, dk, dv
+
+
+@gluon.jit
+def _walk(
+    HALF: gl.constexpr, products, dk, dv, step, begin, end, past, place, head_sums, low, tile, buffers, ds_s, turns, call,
+    MASKED: gl.constexpr, X: gl.constexpr,
+):  # fmt: skip
+    """The steps of the blocks of queries from ``begin`` to ``end``; ``past``: the last step of the tile, and one."""
+    for i in range(0, end - begin):
+        block = block_at(i, begin, end, X)
+        products, dk, dv = _step(
+            HALF, products, dk, dv, step, block, step + 1 < past, place, head_sums + block.to(gl.int64) * (X.rows * X.dim),
+            low, tile, buffers, ds_s, turns, call, MASKED, X,
+        )  # fmt: skip
+        step += 1
+    return products, dk, dv, step
+
+
+@gluon.jit
+def _consume(HALF: gl.constexpr, dk_desc, dv_desc, buffers, ds_s, mailbox, turns, call, X: gl.constexpr):
+    """A consumer warpgroup: dK and dV of its half of one tile after the other."""
+    BM: gl.constexpr = X.rows
+    D: gl.constexpr = X.dim
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    no_scores = gl.zeros([64, BM], gl.float32, S_LAYOUT)
+    step = 0
+    count = 0
+    tile = next_tile(mailbox, count)
+    while tile.number >= 0:
+        place = count % X.kv_stages
+        low = tile.number * X.keys + HALF * 64
+        own_k = buffers.k.index(place).reshape([X.keys, D]).slice(HALF * 64, 64, dim=0)
+        own_v = buffers.v.index(place).reshape([X.keys, D]).slice(HALF * 64, 64, dim=0)
+        dv = gl.zeros([64, D], gl.float32, DK_LAYOUT)
+        dk = gl.zeros([64, D], gl.float32, DK_LAYOUT)
+        wait_full(buffers.kv_full, count, X.kv_stages)
+        past = step + (tile.end - tile.begin) * call.group
+        members = 1  # as a constant, it leaves no loop behind
+        if X.grouped:
+            members = call.group
+        if step < past:
+            wait_full(buffers.q_full, step, X.stages)
+            q = buffers.q.index(step % X.stages).reshape([BM, D])
+            s_started = warpgroup_mma(own_k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            products = warpgroup_mma_wait(0, [s_started])
+            # The gradients of the tile before have left by now.
+            wait_for_stores(0)
+            mbarrier.arrive(buffers.kv_empty.index((count + 1) % X.kv_stages), pred=count > 0)
+            for member in range(0, members):
+                head_sums = (
+                    call.sums
+                    + ((tile.head * call.group + member).to(gl.int64) * call.all_blocks + tile.first_block) * (BM * D)
+                    + HALF * (BM * D // 2)
+                )
+                # The blocks that need a mask lie at both ends; in a triangle that is walked upwards, at the first.
+                masked_begin, masked_end = tile.whole_end, tile.end
+                if X.upwards:
+                    masked_begin, masked_end = tile.begin, tile.whole_begin
+                if X.has_left or X.upwards:
+                    products, dk, dv, step = _walk(
+                        HALF, products, dk, dv, step, masked_begin, masked_end, past, place, head_sums, low, tile, buffers,
+                        ds_s, turns, call, True, X,
+                    )  # fmt: skip
+                products, dk, dv, step = _walk(
+                    HALF, products, dk, dv, step, tile.whole_begin, tile.whole_end, past, place, head_sums, low, tile,
+                    buffers, ds_s, turns, call, False, X,
+                )  # fmt: skip
+                if not X.upwards:
+                    products, dk, dv, step = _walk(
+                        HALF, products, dk, dv, step, tile.begin, tile.whole_begin, past, place, head_sums, low, tile,
+                        buffers, ds_s, turns, call, True, X,
+                    )  # fmt: skip
+        else:
+            wait_for_stores(0)
+            mbarrier.arrive(buffers.kv_empty.index((count + 1) % X.kv_stages), pred=count > 0)
+        # K is read by both consumers, for dQ: its place is free for dK when both are here.
+        wait_for_consumers(256)
+        dk *= call.scale
+        if X.packed:
+            dk += tile.poison.to(gl.float32, bitcast=True)
+            dv += tile.poison.to(gl.float32, bitcast=True)
+        own_v.store(dv.to(buffers.v.dtype))
+        own_k.store(dk.to(buffers.k.dtype))
+        fence_async_shared()
+        wait_for_consumers(256)
+        if HALF == 0:
+            store_rows(
+                dv_desc, tile.batch, tile.head, tile.first_key, tile.keys, tile.number * X.keys, 0, buffers.v.index(place),
+                X.packed,
+            )  # fmt: skip
+        else:
+            store_rows(
+                dk_desc, tile.batch, tile.head, tile.first_key, tile.keys, tile.number * X.keys, 0, buffers.k.index(place),
+                X.packed,
+            )  # fmt: skip
+        count += 1
+        tile = next_tile(mailbox, count)
+    wait_for_stores(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "tiles", "batch_heads", "heads_together", "rows", "keys", "row_blocks", "all_blocks", "left", "right", "key_heads",
+        "group",
+    ],
+    do_not_specialize_on_alignment=["ticket"],
+)  # fmt: skip
+def backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, sums, turns, ticket, records, tiles, batch_heads,
+    heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale, score_scale, softcap,
+    VARIANT: gl.constexpr,
+):  # fmt: skip
+    """A persistent program. The parameters are those of `Inputs` and `Call`, the gradients, and a `Variant`."""
+    X: gl.constexpr = constants(VARIANT)
+    gl.static_assert(X.kv_stages == 2)  # the place that is given back is the other one
+    inputs = Inputs(q_desc, k_desc, v_desc, do_desc, stats_desc)
+    call = Call(
+        sums, turns, ticket, records, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right,
+        key_heads, group, scale, score_scale, softcap,
+    )  # fmt: skip
+    tiles_s = new_tiles(inputs, X)
+    ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, X.keys, X.rows], gl.NVMMASharedLayout(128, 16, 2))
+    mailbox = new_mailbox(FIELDS, 4 if X.deterministic else 2)  # consumers and turns
+    kv_full, kv_empty = new_barriers(X.kv_stages, 1), new_barriers(X.kv_stages, 2)
+    full, empty = new_barriers(X.stages, 2), new_barriers(X.stages, 2)  # q and grad_out; consumers
+    buffers = Buffers(*tiles_s, kv_full, kv_empty, full, empty, full, empty)  # type: ignore[call-arg]
+    turn_barriers = Turns(new_barriers(X.stages, 1), new_barriers(X.stages, 1))
+    fence_async_shared()
+    # Argument tuples have to stand inside the call.
+    if X.deterministic:
+        gl.warp_specialize([
+            (_consume, (gl.constexpr(0), dk_desc, dv_desc, buffers, ds_s, mailbox, turn_barriers, call, X)),
+            (_consume, (gl.constexpr(1), dk_desc, dv_desc, buffers, ds_s, mailbox, turn_barriers, call, X)),
+            (produce, (inputs, buffers, mailbox, call, X)),
+            (await_turns, (mailbox, turn_barriers, call, X)),
+            (pass_turns, (mailbox, empty, turn_barriers, call, X)),
+        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (gl.constexpr(0), dk_desc, dv_desc, buffers, ds_s, mailbox, turn_barriers, call, X)),
+            (_consume, (gl.constexpr(1), dk_desc, dv_desc, buffers, ds_s, mailbox, turn_barriers, call, X)),
+            (produce, (inputs, buffers, mailbox, call, X)),
+        ], [4, 1], [240, 24])  # fmt: skip

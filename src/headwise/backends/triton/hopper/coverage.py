@@ -1,0 +1,207 @@
+"""Which attention calls the Hopper kernels take, by measurement, and in which tiles.
+
+Nothing heavy is imported here: `headwise explain` asks the same questions without running anything.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from headwise.ops.attention._arguments import Attention
+
+_DTYPES = (torch.bfloat16, torch.float16)
+# tanh(x) is 1 − 2/(1 + e²ˣ) here: above the second cap a logit is off by too much, and below the first the slope of the
+# tanh drowns in rounding (backward).
+_LEAST_CAP, _WIDEST_CAP = 0.01, 256
+
+
+class ForwardTile(NamedTuple):
+    """What a program of the forward kernel works on at once. A head dim is cut into one or two powers of two."""
+
+    consumers: int  # warpgroups that compute, of 64 queries each
+    keys: int
+    d0: int
+    d1: int
+    k_stages: int  # blocks of keys, and of values, that shared memory holds
+    v_stages: int
+    q_stages: int  # tiles of queries that it holds for each consumer
+    one_o: bool = False  # the two pieces of the output leave through one buffer, one after the other
+    # What of the next tile is under way before this one is stored: 0: nothing; 1: its first products; 2: these, and under a
+    # causal mask they do not wait for the last products of this one. (Without a mask they never do, with a window always.)
+    ahead: int = 1
+    keys_first: bool = False  # a block of keys is loaded before the values of the block above it, as they are needed
+
+
+class ForwardRow(NamedTuple):
+    """A row of the table of measurements: the tiles for head dims up to ``widest``."""
+
+    widest: int
+    tile: ForwardTile
+    short: ForwardTile  # for sequences of up to SHORT queries
+    short_banded: ForwardTile  # under a causal mask or a window, for sequences of up to ``banded_up_to`` queries
+    few: ForwardTile  # for longer sequences where there are few tiles: less than FEW for every multiprocessor
+    # For sequences of up to SHORT queries, of up to MEDIUM under a causal mask or a window, if its queries are filled by
+    # nearly whole sequences and there are MANY tiles for every multiprocessor. For packed batches, of which the kernel alone
+    # knows the lengths, under a band, from where ``short_banded`` ends.
+    wide: ForwardTile | None = None
+    banded_up_to: int = 512
+
+
+SHORT, MEDIUM = 512, 2048
+FEW, MANY = 4, 16
+# From so many tiles of 128 queries on, over all heads, and from so many queries of the longest sequence on, the forward was
+# measured to be faster than the plain one: 61 against 71 TFLOP/s with 64 tiles, 170 against 153 with 128 (D 128, causal, one
+# sequence of 512 or 1024); 115 against 82 with 2048 tiles of sequences of 128.
+LEAST_TILES = 128
+LEAST_QUERIES = 128
+
+# A head dim works in the first row that holds it: elements past it are read as zeros and not written. 96 and 192 are two
+# pieces (64 + 32, 128 + 64): a quarter less arithmetic than padding to 128 and 256. Measured on an H200 with 16384 tokens
+# and 2048 = heads · head dim; docs/hopper-attention.md has the figures.
+_64_THREE = ForwardTile(3, 128, 64, 0, 4, 4, 2, ahead=2)
+_64_TWO = ForwardTile(2, 128, 64, 0, 4, 4, 2, ahead=2)
+_64_SHORT = ForwardTile(2, 64, 64, 0, 8, 8, 2, ahead=2)
+_64_FOUR = ForwardTile(4, 64, 64, 0, 6, 6, 2, ahead=2)
+_96 = ForwardTile(2, 128, 64, 32, 2, 3, 2)
+_128 = ForwardTile(2, 128, 128, 0, 2, 2, 2, ahead=2)
+_128_SHORT = ForwardTile(2, 64, 128, 0, 4, 4, 2, ahead=2)
+_192 = ForwardTile(2, 64, 128, 64, 2, 2, 1)
+_256 = ForwardTile(2, 64, 128, 128, 2, 2, 1, one_o=True)
+FORWARD: tuple[ForwardRow, ...] = (
+    ForwardRow(64, _64_THREE, _64_TWO, _64_SHORT, _64_TWO, _64_FOUR),
+    ForwardRow(96, _96, _96, _96, _96),
+    ForwardRow(128, _128, _128._replace(keys_first=True), _128_SHORT, _128, banded_up_to=1024),
+    ForwardRow(192, _192, _192, _192, _192),
+    ForwardRow(256, _256, _256, _256, _256),
+)
+
+
+class BackwardTile(NamedTuple):
+    """How the backward kernel cuts its work for heads up to a width, and when it is worth it."""
+
+    keys: int  # per tile
+    rows: int  # of queries per step
+    width: int  # of heads, filled up
+    stages: int  # steps that are loaded ahead
+    kv_stages: int  # tiles whose keys and values shared memory holds
+    least_tiles: int  # over all heads of a call: smaller calls were not measured to gain
+    unordered_from: int  # keys, from which on sums of dQ in any order (where that is allowed) are faster than turns
+    banded_unordered_from: int  # the same under a causal mask or a window
+
+
+# Heads work in the first one that is wide enough. Measured on an H200: docs/hopper-attention-backward.md.
+BACKWARD: tuple[BackwardTile, ...] = (
+    BackwardTile(128, 128, 64, 2, 2, 16, 2048, 2048),
+    BackwardTile(128, 64, 128, 2, 2, 16, 2048, 512),
+    BackwardTile(64, 64, 192, 2, 1, 128, 2048, 512),
+    BackwardTile(64, 64, 256, 2, 1, 128, 2048, 512),
+)
+
+
+def forward_tile(head_dim: int, length: int, packed: bool, banded: bool, tiles: int, processors: int) -> ForwardTile:
+    """For sequences of ``length`` queries (packed ones, on average), ``tiles`` tiles of 128 queries in all."""
+    row = next(row for row in FORWARD if head_dim <= row.widest)
+    short = length <= (row.banded_up_to if banded else SHORT)
+    if row.wide is not None and length <= (MEDIUM if banded else SHORT) and tiles >= MANY * processors:
+        queries = 64 * row.wide.consumers
+        padded = -(-length // queries) * queries
+        if (not short) if packed else 8 * length >= 7 * padded:
+            return row.wide
+    if short:
+        return row.short_banded if banded else row.short
+    return row.few if tiles < FEW * processors else row.tile
+
+
+def backward_tile(head_dim: int, capped: bool) -> BackwardTile:
+    """A cap needs registers that steps of 64 queries leave."""
+    tile = next(tile for tile in BACKWARD if head_dim <= tile.width)
+    return tile._replace(rows=64) if capped else tile
+
+
+def covers_forward(args: Attention) -> str | None:
+    """Why the Hopper forward does not take a call; None if it does."""
+    q, k, _ = heads_outside(args)
+    _, _, queries, _ = q.shape
+    keys, right, packed = k.shape[2], args.flags.right, args.packing is not None
+    reason = _not_covered(args, FORWARD[-1].widest)
+    if reason is not None:
+        return reason
+    if args.flags.softcap > _WIDEST_CAP:
+        return f"its tanh is for caps up to {_WIDEST_CAP}"
+    if not packed and right >= 0 and queries > keys + right:
+        return "there are rows that see nothing, and its tiles multiply by values that they do not see"
+    if (queries if args.packing is None else min(args.packing.max_q, queries)) < LEAST_QUERIES:
+        return f"it was not measured with fewer than {LEAST_QUERIES} queries"
+    if tiles_in_all(q) < LEAST_TILES:
+        return f"with fewer than {LEAST_TILES} tiles of 128 queries over all heads the plain kernel is faster"
+    if q.shape[:3].numel() >= 2**31 or (packed and max(queries, keys) >= 2**30):
+        return "it counts rows in 32 bits"
+    return None
+
+
+def covers_backward(args: Attention) -> str | None:
+    """Why the Hopper backward does not take the gradients of a call; None if it does."""
+    q, k, _ = heads_outside(args)
+    reason = _not_covered(args, BACKWARD[-1].width)
+    if reason is not None:
+        return reason
+    if args.kv_lengths is not None:
+        return "it reads no kv_lengths"
+    if args.flags.softcap > 0 and not _LEAST_CAP <= args.flags.softcap <= _WIDEST_CAP:
+        return f"its tanh is for caps from {_LEAST_CAP} to {_WIDEST_CAP}"
+    if q.shape[:3].numel() >= 2**30 or k.shape[2] >= 2**30:
+        return "it counts rows in 32 bits"
+    tile = backward_tile(q.shape[3], False)
+    if -(-k.shape[2] // tile.keys) * k.shape[0] * k.shape[1] < tile.least_tiles:
+        return f"it is for calls of at least {tile.least_tiles} tiles of {tile.keys} keys"
+    return None
+
+
+def _not_covered(args: Attention, widest: int) -> str | None:
+    """What both directions refuse."""
+    q, k, v = heads_outside(args)
+    head_dim, value_dim = q.shape[3], v.shape[3]
+    if q.dtype not in _DTYPES:
+        return f"it computes in bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
+    for name, yet in (("mask", ""), ("bias", ""), ("q_lengths", " yet"), ("kv_starts", " yet")):
+        if getattr(args, name) is not None:
+            return f"it reads no {name}{yet}"
+    if args.flags.dropout:
+        return "it drops no probabilities"
+    if value_dim != head_dim:
+        return f"it needs one head dim, and v has {value_dim} where q has {head_dim}"
+    if head_dim > widest or head_dim % 8:
+        return f"its head dims are multiples of 8 up to {widest}, and this one is {head_dim}"
+    if q.numel() == 0 or k.numel() == 0:
+        return "there are no queries or no keys"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not strides_fit(x):
+            return f"the strides of {name} are not multiples of 16 bytes: {x.stride()} elements"
+    return None
+
+
+def strides_fit(x: Tensor) -> bool:
+    """May TMA read x ``(B, H, S, D)``? All strides but the last are multiples of 16 bytes, and elements are neighbours."""
+    return x.stride(3) == 1 and all(
+        n == 1 or (s % 8 == 0 and s > 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)
+    )
+
+
+def tiles_in_all(q: Tensor) -> int:
+    """Of 128 queries, over all heads of q ``(B, H, S, D)``."""
+    return -(-q.shape[2] // 128) * q.shape[0] * q.shape[1]
+
+
+def heads_outside(args: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as ``(B, H, S, D)``; a packed batch is one entry of all tokens."""
+    packed = args.packing is not None
+    return as_entries(args.q, packed), as_entries(args.k, packed), as_entries(args.v, packed)
+
+
+def as_entries(x: Tensor, packed: bool) -> Tensor:
+    """``(B, H, S, D)``, or a packed ``(T, H, D)`` as ``(1, H, T, D)``."""
+    return x.transpose(0, 1)[None] if packed else x

@@ -1,0 +1,178 @@
+"""The producer warp of the forward: q, k and v through TMA into rings in shared memory, as far ahead as there is room."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from headwise.backends.triton.hopper.forward_schedule import (
+    ROWS,
+    answer,
+    ask,
+    block_range,
+    count_works,
+    find_tile,
+    post_tile,
+)
+from headwise.backends.triton.hopper.gluon_names import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    thread_barrier,
+)
+from headwise.backends.triton.hopper.mailbox import wait_empty
+from headwise.backends.triton.hopper.sequence_rows import load_rows
+
+
+class Ring(NamedTuple):
+    """Tiles in shared memory, in one or two pieces of the head dim, and their barriers."""
+
+    x0: Any
+    x1: Any
+    full: Any
+    empty: Any
+
+
+class Shared(NamedTuple):
+    """The shared memory of a program."""
+
+    q: Any  # Ring; each consumer has q_stages places of its own
+    k: Any
+    v: Any
+    o0: Any
+    o1: Any
+    mailbox: Any
+    cut_full: Any  # a block of values has arrived, of which some are to be zeroed
+
+
+class Inputs(NamedTuple):
+    """Descriptors of q, k and v, in one or two pieces of the head dim."""
+
+    q0: Any
+    q1: Any
+    k0: Any
+    k1: Any
+    v0: Any
+    v1: Any
+
+
+@gluon.jit
+def produce(inputs, call, shared, X: gl.constexpr):
+    """Draw tiles, post them to the consumers, and load their q, k and v, blocks of keys from the last one downward."""
+    CONSUMERS: gl.constexpr = X.consumers
+    QUERIES: gl.constexpr = ROWS * X.consumers
+    works, wrong = count_works(call, X)
+    done, blocks, cuts = 0, 0, 0
+    source = find_tile(gl.program_id(0), works, wrong, call, X)
+    post_tile(shared.mailbox, 0, source, call, X)
+    while source.row >= 0:
+        asked = ask(call.counter)
+        keys = gl.maximum(source.keys, 0)
+        offset = keys - source.rows
+        lowest, past = block_range(source.row, source.rows, QUERIES, offset, keys, call, X)
+        first = 0  # key that some query of the sequence sees
+        if X.has_left:
+            first = gl.maximum(offset - call.left, 0)
+        for c in gl.static_range(CONSUMERS):
+            _load_queries(inputs, shared.q, done, source, c, X)
+        _load_keys(inputs, shared.k, blocks, source, call, keys, past - 1, X)
+        if not X.keys_first:
+            cuts = _load_values(inputs, shared, blocks, cuts, source, call, keys, past - 1, first, X)
+        blocks += 1
+        done += 1
+        # The next tile, found early so that nobody waits for it.
+        coming = find_tile(answer(asked, call.counter, works), works, wrong, call, X)
+        post_tile(shared.mailbox, done, coming, call, X)
+        for i in range(1, past - lowest):
+            _load_keys(inputs, shared.k, blocks, source, call, keys, past - 1 - i, X)
+            if X.keys_first:
+                cuts = _load_values(inputs, shared, blocks - 1, cuts, source, call, keys, past - i, first, X)
+            else:
+                cuts = _load_values(inputs, shared, blocks, cuts, source, call, keys, past - 1 - i, first, X)
+            blocks += 1
+        if X.keys_first:
+            cuts = _load_values(inputs, shared, blocks - 1, cuts, source, call, keys, lowest, first, X)
+        source = coming
+
+
+@gluon.jit
+def _load_queries(inputs, ring, done, source, C: gl.constexpr, X: gl.constexpr):
+    """The 64 queries of consumer ``C``; ``done`` tiles went before."""
+    at = C * X.q_stages + done % X.q_stages
+    row, start, rows = source.row + C * ROWS, source.start, source.rows
+    arrived = ring.full.index(at)
+    mbarrier.wait(ring.empty.index(at), ((done // X.q_stages) & 1) ^ 1)
+    mbarrier.expect(arrived, ROWS * (X.d0 + X.d1) * 2)
+    load_rows(inputs.q0, source.batch, source.head, start, rows, row, 0, arrived, ring.x0.index(at), X.packed)
+    if X.d1 > 0:
+        load_rows(inputs.q1, source.batch, source.head, start, rows, row, X.d0, arrived, ring.x1.index(at), X.packed)
+
+
+@gluon.jit
+def _load_keys(inputs, ring, count, source, call, keys, block, X: gl.constexpr):
+    """A block of keys; ``count`` blocks went before it."""
+    wait_empty(ring.empty, count, X.k_stages)
+    at = count % X.k_stages
+    _load_block(inputs.k0, inputs.k1, ring, at, ring.full.index(at), source, call, keys, block, X)
+
+
+@gluon.jit
+def _load_values(inputs, shared, count, cuts, source, call, keys, block, first, X: gl.constexpr):
+    """A block of values; ``count`` blocks went before it. Returns how many blocks were cut so far.
+
+    What nobody sees may hold NaN, and zero times NaN is NaN: values outside [first, keys) are overwritten with zeros before
+    the block is handed on. Sequences of a packed batch end with zeros.
+    """
+    ring = shared.v
+    wait_empty(ring.empty, count, X.v_stages)
+    at = count % X.v_stages
+    if X.cut and not X.packed:
+        here, past = first - block * X.keys, keys - block * X.keys
+        if (here > 0) | (past < X.keys):
+            arrived = shared.cut_full.index(0)
+            _load_block(inputs.v0, inputs.v1, ring, at, arrived, source, call, keys, block, X)
+            mbarrier.wait(arrived, cuts & 1)
+            cuts += 1
+            _blank(ring.x0, at, here, past, X.keys, X.d0)
+            if X.d1 > 0:
+                _blank(ring.x1, at, here, past, X.keys, X.d1)
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(ring.full.index(at))
+        else:
+            _load_block(inputs.v0, inputs.v1, ring, at, ring.full.index(at), source, call, keys, block, X)
+    else:
+        _load_block(inputs.v0, inputs.v1, ring, at, ring.full.index(at), source, call, keys, block, X)
+    return cuts
+
+
+@gluon.jit
+def _load_block(x0, x1, ring, at, arrived, source, call, keys, block, X: gl.constexpr):
+    """A block of keys or values into place ``at``."""
+    head, row = source.head // call.group, block * X.keys
+    mbarrier.expect(arrived, X.keys * (X.d0 + X.d1) * 2)
+    load_rows(x0, source.batch, head, source.k_start, keys, row, 0, arrived, ring.x0.index(at), X.packed)
+    if X.d1 > 0:
+        load_rows(x1, source.batch, head, source.k_start, keys, row, X.d0, arrived, ring.x1.index(at), X.packed)
+
+
+@gluon.jit
+def _blank(values, at, first, past, KEYS: gl.constexpr, D: gl.constexpr):
+    """Zero the rows outside [first, past) of a block of values.
+
+    Shared memory holds columns of 64 elements (or all, if fewer), in groups of eight rows.
+    """
+    WIDTH: gl.constexpr = D if D < 64 else 64
+    GROUPS: gl.constexpr = KEYS // 8
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * WIDTH, 16, 2)
+    groups = reinterpret(values, [values.shape[0] * D // WIDTH * GROUPS, 8, WIDTH], SHARED)
+    row = gl.arange(0, 8, gl.SliceLayout(1, TILE))
+    for group in range(0, GROUPS):
+        if (group * 8 < first) | (group * 8 + 8 > past):
+            here = ((row + group * 8 >= first) & (row + group * 8 < past))[:, None]
+            for column in gl.static_range(D // WIDTH):
+                piece = groups.index((at * (D // WIDTH) + column) * GROUPS + group)
+                x = piece.load(TILE)
+                piece.store(gl.where(here, x, 0.0).to(x.dtype))

@@ -1,0 +1,1 @@
+"""``flash_attn.layers``: rotary embedding is what there is."""

@@ -1,0 +1,168 @@
+"""Models of Hugging Face Transformers with our attention: logits and gradients within the budget of eager attention."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from transformers_models import (
+    BY_NAME,
+    LONG,
+    MODELS,
+    Float64Throughout,
+    in_float64,
+    padding,
+    pair,
+    tokens,
+)
+
+from headwise import testing
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+def inputs_of(name, side):
+    """What a model is called with, and which logits count."""
+    generator = torch.Generator().manual_seed(2)
+    if name == "vit":
+        return {"pixel_values": torch.randn(2, 3, 48, 48, generator=generator)}, None
+    if name == "whisper":
+        features = torch.randn(2, 8, 120, generator=generator)
+        mask = padding(side, length=24)
+        return {
+            "input_features": features,
+            "decoder_input_ids": tokens(length=24),
+            "decoder_attention_mask": mask,
+        }, mask
+    mask = padding(side)
+    if name == "t5":
+        return {"input_ids": tokens(), "attention_mask": mask, "decoder_input_ids": tokens(length=20, seed=3)}, None
+    return {"input_ids": tokens(), "attention_mask": mask}, mask
+
+
+def logits_and_gradients(model, inputs, counted, dtype):
+    inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+    logits = model(**inputs).logits
+    if counted is not None:
+        logits = logits[counted.bool()]
+    cotangent = torch.randn(logits.shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+    model.zero_grad()
+    (logits * cotangent).sum().backward()
+    gradients = {f"grad of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach(), **gradients}
+
+
+def hold(eager, ours, inputs, counted):
+    """Ours against eager attention in float64, within twice what eager attention in float32 is off by."""
+    with Float64Throughout():
+        truth = logits_and_gradients(in_float64(eager), inputs, counted, torch.float64)
+    assert truth["logits"].dtype == torch.float64
+    plain = logits_and_gradients(eager, inputs, counted, torch.float32)
+    results = logits_and_gradients(ours, inputs, counted, torch.float32)
+    assert results.keys() == truth.keys() == plain.keys()
+    errors = testing.compare_all(results, truth, plain)
+    assert not [str(e) for e in errors if not e.ok]
+    return truth, plain
+
+
+@pytest.mark.parametrize(
+    ("model", "side"),
+    [
+        pytest.param(*pair, id=f"{pair[0].name}-{pair[1]}")
+        for pair in product(MODELS, ("left", "right"))
+        if pair[0].name != "vit" or pair[1] == "left"  # images have no padding
+    ],
+)
+def test_logits_and_gradients(model, side, adapter_calls):
+    eager, ours = pair(model)
+    inputs, counted = inputs_of(model.name, side)
+    truth, plain = hold(eager, ours, inputs, counted)
+    assert adapter_calls, "our attention was never called"
+    for op, (query, *_), given in adapter_calls:
+        assert op == "attention"
+        assert given["mask"] is None or given["mask"].shape[2] == 1, "an S × S mask was built"
+        assert query.dtype == torch.float32
+    found = {
+        "window": any(c[2]["window"][0] is not None for c in adapter_calls),
+        "softcap": any(c[2]["softcap"] is not None for c in adapter_calls),
+        "sink": any(c[2]["sink"] is not None for c in adapter_calls),
+        "bias": any(c[2]["bias"] is not None for c in adapter_calls),
+    }
+    assert {name for name, there in found.items() if there} == model.features
+
+    # The padding matters: without it the results are far outside the budget.
+    mask = next((name for name in ("attention_mask", "decoder_attention_mask") if name in inputs), None)
+    if mask is not None and not (model.causal and side == "right") and model.name != "whisper":
+        unpadded = logits_and_gradients(eager, inputs | {mask: torch.ones_like(inputs[mask])}, counted, torch.float32)
+        assert not testing.compare("logits", unpadded["logits"], truth["logits"], plain["logits"]).ok
+
+
+def ten_steps(model):
+    """The losses of ten steps of AdamW on two padded batches."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(10):
+        ids, mask = tokens(seed=step % 2), padding("left" if step % 2 else "right")
+        # The token before a left-padded sequence sees nothing. What it predicts is nobody's business, and differs:
+        # eager attention gives it the mean of all values, ours (and PyTorch's own) zeros.
+        predicted = mask.bool() & mask.roll(1, dims=-1).bool()
+        loss = model(ids, attention_mask=mask, labels=ids.masked_fill(~predicted, -100)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def test_ten_training_steps():
+    """Llama learns the same with either attention, as far as float32 allows."""
+    eager, ours = pair(BY_NAME["llama"])
+    with Float64Throughout():
+        truth = ten_steps(in_float64(eager))
+    losses = ten_steps(ours)
+    error = testing.compare("losses", losses, truth, ten_steps(eager))
+    assert error.ok, str(error)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+def test_autocast(dtype):
+    """Qwen3's norms leave float32 queries beside 16-bit values; all three become what autocast says, as in PyTorch's own."""
+    eager, ours = pair(BY_NAME["qwen3"])
+    ids = tokens()
+    with torch.no_grad():
+        with Float64Throughout():
+            truth = in_float64(eager)(ids).logits
+        with torch.autocast("cpu", dtype):
+            plain, result = eager(ids).logits, ours(ids).logits
+    error = testing.compare("logits", result, truth, plain)
+    assert error.ok, str(error)
+
+
+def test_compiled():
+    """torch.compile of the whole model, masks included, in one graph; packed position_ids as well, without a mask."""
+    eager, ours = pair(BY_NAME["mistral"])
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    compiled = torch.compile(ours, fullgraph=True, backend=backend)
+    packed = torch.cat([torch.arange(15), torch.arange(LONG - 15)]).expand(2, -1)
+    for inputs, op in (
+        ({"attention_mask": padding("left")}, "attention_forward"),
+        ({"position_ids": packed, "use_cache": False}, "attention_varlen_forward"),
+    ):
+        counted = inputs.get("attention_mask", torch.ones(2, LONG)).bool()
+        with torch.no_grad():
+            result, expected = compiled(tokens(), **inputs).logits, eager(tokens(), **inputs).logits
+        torch.testing.assert_close(result[counted], expected[counted], rtol=1e-4, atol=1e-4)
+        assert f"headwise.{op}" in graphs[-1]
+        # All pairs appear once, as a view of one element.
+        pairs = [line for line in graphs[-1].splitlines() if f"b8[2, 1, {LONG}, {LONG}]" in line]
+        assert len(pairs) == 1
+        assert "ones.expand(" in pairs[0]
+    assert len(graphs) == 2
