@@ -39,6 +39,7 @@ ROOMS = {
 SAME_ROOM = {
     "headwise.layout": "headwise.arguments",
     "headwise.config": "headwise.arguments",
+    "headwise.backends.norm": "headwise.arguments",
     "headwise.backends": "headwise.backends.registry",
     "headwise.testing": "headwise.cases",
     "headwise.__main__": "headwise.cli",

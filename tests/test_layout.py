@@ -23,7 +23,9 @@ PACKAGE = ROOT / "src" / "headwise"
 NOT_OPS = {"explain", "use_backend"}
 
 # What a backend may import of headwise besides its own folder: modules that know neither ops nor other backends.
-NEUTRAL = ("headwise.arguments", "headwise.backends.registry", "headwise.config", "headwise.layout")
+NEUTRAL = (
+    "headwise.arguments", "headwise.backends.norm", "headwise.backends.registry", "headwise.config", "headwise.layout",
+)  # fmt: skip
 
 # Who may look at the oracle.
 READS_THE_ORACLE = ("headwise.reference", "headwise.cases", "headwise.testing", "headwise.cli", "headwise.benchmark")

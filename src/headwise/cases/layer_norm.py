@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 import headwise as hw
-from headwise.cases.row_inputs import QUICK, column_weight, rows
+from headwise.cases.row_inputs import NORM_CASES, QUICK, column_weight, rows
 from headwise.reference.layer_norm import layer_norm
 from headwise.testing import Arguments, Case, Maker, Outputs, Suite
 
@@ -43,35 +43,21 @@ def explicit(arguments: Arguments, outputs: Outputs, grads: dict[str, Tensor], b
 
 
 CASES = (
-    Case("width 1", {"shape": (5, 1)}, QUICK),
+    *NORM_CASES,
     Case("width 2", {"shape": (300, 2)}, QUICK),
-    Case("width 111", {"shape": (7, 111)}, QUICK),
-    Case("width 128, three dims", {"shape": (3, 5, 128)}, QUICK),
-    Case("width 4096", {"shape": (33, 4096)}, QUICK),
     Case("width 10000", {"shape": (9, 10000)}),
-    Case("width 50257", {"shape": (3, 50257)}),
     Case("width 65536", {"shape": (5, 65536)}),
-    Case("many rows", {"shape": (4, 1500, 96)}),
-    Case("many rows and wide", {"shape": (700, 2048)}),
-    Case("one row", {"shape": (320,)}, QUICK),
     Case("no weight, no bias", {"shape": (9, 130), "weight": "none", "bias": "none"}, QUICK),
-    Case("no weight", {"shape": (9, 130), "weight": "none"}, QUICK),
     Case("no bias, many rows", {"shape": (2000, 300), "bias": "none"}),
     Case("weight and bias in float32", {"shape": (40, 257), "weight": "float32", "bias": "float32"}, QUICK),
     Case("bias in float32", {"shape": (40, 200), "bias": "float32"}, QUICK),
-    Case("large eps", {"shape": (12, 96), "eps": 0.5}, QUICK),
-    Case("small values", {"shape": (12, 96), "scale": 1e-3}, QUICK),
-    Case("large values", {"shape": (12, 96), "scale": 200.0}, QUICK),
     Case("mean far from zero", {"shape": (12, 200), "mean": 100.0}, QUICK),
     Case("mean a million deviations away", {"shape": (12, 1100), "mean": 1e4, "scale": 1e-2}, QUICK),
     Case("mean a million deviations away, long rows", {"shape": (5, 50257), "mean": 1e4, "scale": 1e-2}),
     Case("constant rows", {"shape": (6, 333), "mean": 1000.3, "scale": 0.0}, QUICK),
     Case("constant rows, long", {"shape": (4, 40000), "mean": 1000.3, "scale": 0.0}),
-    Case("every second column", {"shape": (6, 5, 77), "layout": "strided"}, QUICK),
     Case("leading dims turned", {"shape": (6, 5, 77), "layout": "turned"}, QUICK),
     Case("leading dims turned, many rows", {"shape": (30, 50, 1024), "layout": "turned"}),
-    Case("no rows", {"shape": (0, 16)}, QUICK),
-    Case("no columns", {"shape": (4, 0)}, QUICK),
 )
 
 SUITE = Suite("layer_norm", CASES, make, run, reference, explicit=explicit, differentiable=("x", "weight", "bias"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 import headwise as hw
-from headwise.cases.row_inputs import QUICK, column_weight, rows
+from headwise.cases.row_inputs import NORM_CASES, QUICK, column_weight, rows
 from headwise.reference.rms_norm import rms_norm
 from headwise.testing import Arguments, Case, Maker, Outputs, Suite
 
@@ -39,27 +39,13 @@ def explicit(arguments: Arguments, outputs: Outputs, grads: dict[str, Tensor], b
 
 
 CASES = (
-    Case("width 1", {"shape": (5, 1)}, QUICK),
-    Case("width 111", {"shape": (7, 111)}, QUICK),
-    Case("width 128, three dims", {"shape": (3, 5, 128)}, QUICK),
-    Case("width 4096", {"shape": (33, 4096)}, QUICK),
-    Case("width 50257", {"shape": (3, 50257)}),
-    Case("many rows", {"shape": (4, 1500, 96)}),
-    Case("many rows and wide", {"shape": (700, 2048)}),
-    Case("one row", {"shape": (320,)}, QUICK),
-    Case("no weight", {"shape": (9, 130), "weight": "none"}, QUICK),
+    *NORM_CASES,
     Case("no weight, many rows", {"shape": (2000, 300), "weight": "none"}),
     Case("weight in float32", {"shape": (40, 257), "weight": "float32"}, QUICK),
     Case("weight offset 1", {"shape": (40, 200), "weight_offset": 1.0}, QUICK),
     Case("weight offset 1 in float32", {"shape": (600, 640), "weight_offset": 1.0, "weight": "float32"}),
-    Case("large eps", {"shape": (12, 96), "eps": 0.5}, QUICK),
-    Case("small values", {"shape": (12, 96), "scale": 1e-3}, QUICK),
-    Case("large values", {"shape": (12, 96), "scale": 200.0}, QUICK),
-    Case("every second column", {"shape": (6, 5, 77), "layout": "strided"}, QUICK),
     Case("leading dims turned", {"shape": (6, 5, 77), "layout": "turned"}, QUICK),
     Case("leading dims turned, many rows", {"shape": (30, 50, 1024), "layout": "turned"}),
-    Case("no rows", {"shape": (0, 16)}, QUICK),
-    Case("no columns", {"shape": (4, 0)}, QUICK),
 )
 
 SUITE = Suite("rms_norm", CASES, make, run, reference, explicit=explicit, differentiable=("x", "weight"))

@@ -103,6 +103,12 @@ def at_least_dims(op: str, name: str, x: Tensor, count: int) -> None:
         raise ValueError(f"{op}: {name} has shape {shape_of(x)}; it needs at least {count} dimension(s)")
 
 
+def rows(op: str, name: str, x: Tensor) -> None:
+    """A float tensor with a last dim."""
+    floating(op, name, x)
+    at_least_dims(op, name, x, 1)
+
+
 def shape(op: str, name: str, x: Tensor, wanted: tuple[int, ...], letters: str) -> None:
     if x.shape != wanted:
         raise ValueError(f"{op}: {name} has shape {shape_of(x)}; it needs {tuple_text(wanted)} = {letters}")

@@ -70,8 +70,7 @@ class AddRmsNormBackward(NamedTuple):
 def _check(
     op: str, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float
 ) -> AddRmsNorm:  # fmt: skip
-    _checks.floating(op, "x", x)
-    _checks.at_least_dims(op, "x", x, 1)
+    _checks.rows(op, "x", x)
     _checks.like(op, "residual", residual, "x", x)
     if weight is not None:
         _checks.per_column(op, "weight", weight, "x", x)
@@ -83,8 +82,7 @@ def _check_backward(
     op: str, grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, rstd: Tensor | None, eps: float,
     weight_offset: float,
 ) -> AddRmsNormBackward:  # fmt: skip
-    _checks.floating(op, "h", h)
-    _checks.at_least_dims(op, "h", h, 1)
+    _checks.rows(op, "h", h)
     _checks.like(op, "grad", grad, "h", h)
     if grad_h is not None:
         _checks.like(op, "grad_h", grad_h, "h", h)

@@ -66,8 +66,7 @@ class LayerNormBackward(NamedTuple):
 
 
 def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> LayerNorm:
-    _checks.floating(op, "x", x)
-    _checks.at_least_dims(op, "x", x, 1)
+    _checks.rows(op, "x", x)
     for name, given in (("weight", weight), ("bias", bias)):
         if given is not None:
             _checks.per_column(op, name, given, "x", x)

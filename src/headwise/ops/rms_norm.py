@@ -64,8 +64,7 @@ class RmsNormBackward(NamedTuple):
 
 
 def _check(op: str, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> RmsNorm:
-    _checks.floating(op, "x", x)
-    _checks.at_least_dims(op, "x", x, 1)
+    _checks.rows(op, "x", x)
     if weight is not None:
         _checks.per_column(op, "weight", weight, "x", x)
     return RmsNorm(x, weight, _checks.not_negative(op, "eps", eps), _checks.number(op, "weight_offset", weight_offset))

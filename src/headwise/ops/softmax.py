@@ -42,8 +42,7 @@ class SoftmaxBackward(NamedTuple):
 
 
 def _check(op: str, x: Tensor) -> Softmax:
-    _checks.floating(op, "x", x)
-    _checks.at_least_dims(op, "x", x, 1)
+    _checks.rows(op, "x", x)
     return Softmax(x)
 
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from headwise.backends.norm import about_zero
 from headwise.backends.triton.norm_backward import backward
-from headwise.backends.triton.norm_forward import Norm, forward
+from headwise.backends.triton.norm_forward import forward
 
 if TYPE_CHECKING:
     from headwise.backends.triton.gpu import Gpu
@@ -15,11 +16,9 @@ if TYPE_CHECKING:
 
 
 def add_rms_norm_forward(gpu: Gpu, args: AddRmsNorm) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    norm = Norm(args.x, args.residual, args.weight, eps=args.eps, weight_offset=args.weight_offset)
-    return forward(gpu, norm, args.with_rstd)
+    return forward(gpu, about_zero(args, args.x, args.residual), args.with_rstd)
 
 
 def add_rms_norm_backward(gpu: Gpu, args: AddRmsNormBackward) -> tuple[Tensor, Tensor | None]:
-    norm = Norm(args.h, weight=args.weight, eps=args.eps, weight_offset=args.weight_offset)
-    dx, dweight, _ = backward(gpu, norm, args.grad, args.grad_h, args.rstd)
+    dx, dweight, _ = backward(gpu, about_zero(args, args.h), args.grad, args.grad_h, args.rstd)
     return dx, dweight

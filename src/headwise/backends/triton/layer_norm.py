@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from headwise.backends.norm import about_mean
 from headwise.backends.triton.norm_backward import backward
-from headwise.backends.triton.norm_forward import Norm, forward
+from headwise.backends.triton.norm_forward import forward
 
 if TYPE_CHECKING:
     from headwise.backends.triton.gpu import Gpu
@@ -15,11 +16,9 @@ if TYPE_CHECKING:
 
 
 def layer_norm_forward(gpu: Gpu, args: LayerNorm) -> tuple[Tensor, Tensor | None]:
-    norm = Norm(args.x, weight=args.weight, bias=args.bias, eps=args.eps, centre=True)
-    y, _, statistics = forward(gpu, norm, args.with_statistics)
+    y, _, statistics = forward(gpu, about_mean(args, args.x), args.with_statistics)
     return y, statistics
 
 
 def layer_norm_backward(gpu: Gpu, args: LayerNormBackward) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    norm = Norm(args.x, weight=args.weight, bias=args.bias, eps=args.eps, centre=True)
-    return backward(gpu, norm, args.grad, None, args.statistics)
+    return backward(gpu, about_mean(args, args.x), args.grad, None, args.statistics)

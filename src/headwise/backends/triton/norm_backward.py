@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwise.backends.norm import Norm
 from headwise.backends.triton.blocks import power_of_two
-from headwise.backends.triton.norm_forward import Norm, forward, gain_of
+from headwise.backends.triton.norm_forward import forward, gain_of
 from headwise.backends.triton.row_tiling import REDUCTION_BYTES, as_rows, block_columns, long_block
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ def _backward_tile(gpu: Gpu, width: int, element: int, centre: bool, tensors: in
 
 
 def backward(
-    gpu: Gpu, norm: Norm, grad: Tensor, added: Tensor | None, statistics: Tensor | None
+    gpu: Gpu, norm: Norm[Tensor], grad: Tensor, added: Tensor | None, statistics: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dx, dweight and dbias; statistics that are None are computed again. norm: of what was normalised, x or h."""
     weight, bias, dx = norm.weight, norm.bias, gpu.empty(norm.x.shape, norm.x.dtype)

@@ -13,13 +13,14 @@ in a row of equal numbers it would be all that is seen.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwise.backends.norm import Norm
 from headwise.backends.triton.blocks import power_of_two
 from headwise.backends.triton.row_tiling import (
     Block,
@@ -241,23 +242,7 @@ def _forward_combine(
     tl.store(y + row * width + column, result, inside, eviction_policy="evict_first")
 
 
-class Norm(NamedTuple):
-    """What is normalised, and how."""
-
-    x: Tensor
-    residual: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    eps: float = 0.0
-    weight_offset: float = 0.0
-    centre: bool = False
-
-    @property
-    def statistics_shape(self) -> tuple[int, ...]:
-        return (*self.x.shape[:-1], 3) if self.centre else tuple(self.x.shape[:-1])
-
-
-def forward(gpu: Gpu, norm: Norm, with_statistics: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def forward(gpu: Gpu, norm: Norm[Tensor], with_statistics: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, h where there is a residual, and the statistics where they are wanted."""
     x, residual = norm.x, norm.residual
     y = gpu.empty(x.shape, x.dtype)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from headwise.backends.norm import about_zero
 from headwise.backends.triton.norm_backward import backward
-from headwise.backends.triton.norm_forward import Norm, forward
+from headwise.backends.triton.norm_forward import forward
 
 if TYPE_CHECKING:
     from headwise.backends.triton.gpu import Gpu
@@ -15,12 +16,10 @@ if TYPE_CHECKING:
 
 
 def rms_norm_forward(gpu: Gpu, args: RmsNorm) -> tuple[Tensor, Tensor | None]:
-    norm = Norm(args.x, weight=args.weight, eps=args.eps, weight_offset=args.weight_offset)
-    y, _, rstd = forward(gpu, norm, args.with_rstd)
+    y, _, rstd = forward(gpu, about_zero(args, args.x), args.with_rstd)
     return y, rstd
 
 
 def rms_norm_backward(gpu: Gpu, args: RmsNormBackward) -> tuple[Tensor, Tensor | None]:
-    norm = Norm(args.x, weight=args.weight, eps=args.eps, weight_offset=args.weight_offset)
-    dx, dweight, _ = backward(gpu, norm, args.grad, None, args.rstd)
+    dx, dweight, _ = backward(gpu, about_zero(args, args.x), args.grad, None, args.rstd)
     return dx, dweight

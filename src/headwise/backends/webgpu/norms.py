@@ -7,10 +7,11 @@ order.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from headwise.backends.norm import Norm
 from headwise.backends.webgpu import copies, rows
 from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.rows import RowKernel, RowTile
@@ -30,23 +31,7 @@ _COLUMNS = RowTile(256, 256, 1, False)
 _MEANS_ONLY = {"means_only": True, "keeps_gain": False, "two_ahead": False}
 
 
-class Norm(NamedTuple):
-    """What is normalised, and how."""
-
-    x: Region
-    residual: Region | None = None
-    weight: Region | None = None
-    bias: Region | None = None
-    eps: float = 0.0
-    weight_offset: float = 0.0
-    centre: bool = False
-
-    @property
-    def statistics_shape(self) -> tuple[int, ...]:
-        return (*self.x.shape[:-1], 3) if self.centre else tuple(self.x.shape[:-1])
-
-
-def forward(device: Device, norm: Norm, with_statistics: bool) -> tuple[Region, Region | None, Region | None]:
+def forward(device: Device, norm: Norm[Region], with_statistics: bool) -> tuple[Region, Region | None, Region | None]:
     """y, h where there is a residual, and the statistics where they are wanted."""
     x = norm.x
     y = device.empty(x.shape, x.dtype)
@@ -58,7 +43,9 @@ def forward(device: Device, norm: Norm, with_statistics: bool) -> tuple[Region, 
     return y, h, statistics
 
 
-def _normalise(device: Device, norm: Norm, y: Region | None, h: Region | None, statistics: Region | None) -> None:
+def _normalise(
+    device: Device, norm: Norm[Region], y: Region | None, h: Region | None, statistics: Region | None
+) -> None:
     """Either of y and the statistics, or both."""
     inputs = {"x": rows.as_rows(device, norm.x)}
     if norm.residual is not None:
@@ -94,7 +81,7 @@ def _dtype(values: Region | None) -> str:
 
 
 def backward(
-    device: Device, norm: Norm, grad: Region, added: Region | None, statistics: Region | None
+    device: Device, norm: Norm[Region], grad: Region, added: Region | None, statistics: Region | None
 ) -> tuple[Region, Region | None, Region | None]:
     """dx, dweight and dbias; statistics that are None are computed again. norm: of what was normalised, x or h."""
     x, weight, bias = norm.x, norm.weight, norm.bias
