@@ -18,7 +18,10 @@ from torch import Tensor
 
 from headwise.integrations import _mask_rules
 from headwise.integrations._compact_mask import BuiltMask, CompactMask, offsets_of
+from headwise.integrations._patch import explain, patch, unpatch
 from headwise.ops.attention import attention, attention_decode, attention_varlen
+
+__all__ = ["NAME", "attention_forward", "explain", "make_mask", "patch", "register", "unpatch"]
 
 NAME = "headwise"
 # New tokens over a cache, up to this many, take the kernels that split the keys.
