@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -197,6 +199,24 @@ def test_a_copy_computes_with_its_own_weights(calls):
         forward = module.__dict__.get("forward")
         assert forward is None or forward.__self__ is module
     adapter.unpatch(ours)
+
+
+def test_pickled(calls):
+    """A patched model comes back from a file as it was before the patch, and may be patched again."""
+    own, ours = models(BY_NAME["llama"])
+    stored = io.BytesIO()
+    torch.save(ours, stored)
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=False)
+    calls.clear()
+    assert torch.equal(loaded(tokens()).logits, own(tokens()).logits)
+    assert not calls
+    assert counted(adapter.patch(loaded)) == EXPECTED["llama"]
+    calls.clear()  # recognising calls them too
+    loaded(tokens())
+    assert calls == {"rms_norm": 5, "glu": 2}
+    adapter.unpatch(loaded)
+    assert attributes(loaded) == attributes(own)
 
 
 def test_names_hooks_and_signature_stay():
@@ -408,21 +428,25 @@ def test_other_losses_of_the_logits(calls):
     targets, logits = torch.randint(0, 17, (30,), generator=generator), hidden @ weight.T
     entropy, classes = nn.functional.cross_entropy, torch.rand(17, generator=generator)
     cases = [
-        (lambda x: entropy(x, targets, label_smoothing=0.1), 1),
-        (lambda x: entropy(x.view(5, 6, 17).float().view(-1, 17), targets, reduction="none"), 1),
-        (lambda x: entropy(3.0 * torch.tanh(x / 3.0), targets), 1),
-        (lambda x: entropy(3.0 * torch.tanh(x / 2.0), targets), 0),
-        (lambda x: entropy(x / 2.0, targets), 0),
-        (lambda x: entropy(x, targets, weight=classes), 0),
-        (lambda x: entropy(x, logits.softmax(-1)), 0),
-        (lambda x: entropy(x.to("cpu"), targets), 0),
-        (lambda x: entropy(x[:20], targets[:20]), 0),
-        (lambda x: entropy(x.div_(2.0), targets), 0),
+        (lambda x: entropy(x, targets, label_smoothing=0.1), 1, None),
+        (lambda x: entropy(x.view(5, 6, 17).float().view(-1, 17), targets, reduction="none"), 1, None),
+        (lambda x: entropy(3.0 * torch.tanh(x / 3.0), targets), 1, None),
+        (lambda x: entropy(3.0 * torch.tanh(x / 2.0), targets), 0, "arithmetic on its logits"),
+        (lambda x: entropy(x / 2.0, targets), 0, "arithmetic on its logits"),
+        (lambda x: entropy(x, targets, weight=classes), 0, "cross_entropy with weight"),
+        (lambda x: entropy(x, logits.softmax(-1)), 0, None),
+        (lambda x: entropy(x.to("cpu"), targets), 0, None),
+        (lambda x: entropy(x[:20], targets[:20]), 0, None),
+        (lambda x: entropy(x.div_(2.0), targets), 0, None),
     ]
-    for loss, fused in cases:
+    for loss, fused, warning in cases:
         calls.clear()
-        torch.testing.assert_close(loss(LazyLogits.of(hidden, weight, None)), loss(logits.clone()))
+        expected, lazy = loss(logits.clone()), LazyLogits.of(hidden, weight, None)
+        with pytest.warns(UserWarning, match=warning) if warning else nullcontext():
+            result = loss(lazy)
+        torch.testing.assert_close(result, expected)
         assert calls["linear_cross_entropy"] == fused
+        assert lazy.was_read() != bool(fused)
 
 
 def test_another_loss_function_is_refused():
@@ -443,6 +467,43 @@ def test_autocast():
     assert not output.logits.was_read()
     assert output.logits.dtype == expected.logits.dtype == torch.bfloat16
     assert not [str(e) for e in testing.compare_all(results, truth, plain) if not e.ok]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_bfloat16(name):
+    own, ours = (model.to(torch.bfloat16) for model in models(BY_NAME[name]))
+    with Float64Throughout():
+        truth, _ = loss_and_gradients(in_float64(own))
+    plain, _ = loss_and_gradients(own)
+    results, output = loss_and_gradients(ours)
+    assert not output.logits.was_read()
+    assert results["loss"].dtype == plain["loss"].dtype == torch.float32
+    assert not [str(e) for e in testing.compare_all(results, truth, plain) if not e.ok]
+
+
+def test_with_checkpoints_and_our_attention(calls):
+    """register and patch together, with the layers computed again in the backward."""
+    own, _ = models(BY_NAME["qwen3"])
+    adapter.register()
+    ours = build(BY_NAME["qwen3"], "headwise")
+    adapter.patch(ours)
+    ours.gradient_checkpointing_enable()
+    with Float64Throughout():
+        truth, _ = loss_and_gradients(in_float64(own))
+    plain, _ = loss_and_gradients(own)
+    calls.clear()
+    results, _ = loss_and_gradients(ours)
+    assert calls == {"rms_norm": 9 + 8, "glu": 4, "linear_cross_entropy": 1}
+    assert not [str(e) for e in testing.compare_all(results, truth, plain) if not e.ok]
+
+
+def test_generate(calls):
+    own, ours = models(BY_NAME["gemma3"])
+    options = {"max_new_tokens": 8, "do_sample": False}
+    expected = own.generate(tokens(length=9), **options)
+    calls.clear()
+    assert torch.equal(ours.generate(tokens(length=9), **options), expected)
+    assert calls["rms_norm"] == 8 * 13
 
 
 def test_compiled():

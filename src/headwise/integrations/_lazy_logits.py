@@ -8,6 +8,7 @@ there, are written down and not done. Whatever else asks for their values gets t
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any, NoReturn
 
 import torch
@@ -126,14 +127,17 @@ def _loss(*args: Any, **kwargs: Any) -> Tensor | None:
     given.apply_defaults()
     asked = given.arguments
     logits, target = asked["input"], asked["target"]
-    if not isinstance(logits, LazyLogits) or isinstance(target, LazyLogits) or logits.was_read() or logits.dim() != 2:
+    if not isinstance(logits, LazyLogits) or logits.was_read():
         return None
-    if asked["weight"] is not None or asked["size_average"] is not None or asked["reduce"] is not None:
-        return None
-    if target.dtype != torch.int64 or target.shape != logits.shape[:1]:
-        return None  # PyTorch's own function has the words for it
+    if logits.dim() != 2 or target.shape != logits.shape[:1] or target.dtype != torch.int64:
+        return (
+            None  # classes in another dimension, probabilities as targets, or a mistake that PyTorch has the words for
+        )
     known, softcap = _softcap(logits.arithmetic)
-    if not known:
+    others = [name for name in ("weight", "size_average", "reduce") if asked[name] is not None]
+    if others or not known:
+        what = f"cross_entropy with {others[0]}" if others else "the model's arithmetic on its logits"
+        warnings.warn(f"headwise: {what} is not in linear_cross_entropy; the logits are built", stacklevel=3)
         return None
     loss = linear_cross_entropy(
         logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.weight, target, asked["ignore_index"],

@@ -7,6 +7,10 @@
 Two functions go under that name: the attention itself, and the one that makes its masks. Transformers looks for both; with
 the first alone it makes no mask at all, and padding would be attended to. docs/transformers.md says how each argument is
 bridged.
+
+>>> headwise_transformers.patch(model)
+
+swaps norms, gated MLPs and the loss of a loaded model for our ops; ``unpatch`` undoes it, ``explain`` says what and why not.
 """
 
 from __future__ import annotations
