@@ -7,6 +7,10 @@
 Two functions go under that name: the attention itself, and the one that makes its masks. Transformers looks for both; with
 the first alone it makes no mask at all, and padding would be attended to. docs/transformers.md says how each argument is
 bridged.
+
+>>> headwise_transformers.patch(model)
+
+swaps norms, gated MLPs and the loss of a loaded model for our ops; ``unpatch`` undoes it, ``explain`` says what and why not.
 """
 
 from __future__ import annotations
@@ -18,7 +22,10 @@ from torch import Tensor
 
 from headwise.integrations import _mask_rules
 from headwise.integrations._compact_mask import BuiltMask, CompactMask, offsets_of
+from headwise.integrations._patch import explain, patch, unpatch
 from headwise.ops.attention import attention, attention_decode, attention_varlen
+
+__all__ = ["NAME", "attention_forward", "explain", "make_mask", "patch", "register", "unpatch"]
 
 NAME = "headwise"
 # New tokens over a cache, up to this many, take the kernels that split the keys.

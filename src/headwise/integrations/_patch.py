@@ -1,0 +1,86 @@
+"""Swap the norms, the gated MLPs and the loss of a model for our ops, and back.
+
+What is swapped is the ``forward`` of an instance: parameters, names, hooks and modes stay, and so does every class. The
+forward is a function of its module, so the copy of a patched model computes with its own weights.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from types import MethodType
+from typing import NamedTuple
+
+from torch import nn
+
+from headwise.integrations import _patch_glu, _patch_loss, _patch_norms, _patch_probe
+from headwise.integrations._patch_probe import Finding
+
+_COLUMNS = 80
+
+
+class Row(NamedTuple):
+    """One module that an op of ours may stand in for."""
+
+    path: str
+    what: str  # "rms_norm", "layer_norm", "glu, silu", "loss"; of a module that is refused "norm", "glu" or "loss"
+    swapped: bool  # by `explain`: or would be
+    reason: str  # why not
+
+
+class Report(tuple[Row, ...]):
+    """Rows of `explain` and `patch`. As text: a table, with the layers of a kind in one line."""
+
+    def __str__(self) -> str:
+        counts: dict[tuple[str, str, str], int] = {}
+        for row in self:
+            key = (re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", row.path) or "(the model)", row.what, row.reason)
+            counts[key] = counts.get(key, 0) + 1
+        lines = []
+        for (path, what, reason), count in counts.items():
+            lines += textwrap.wrap(f"{count:4}  {what:22}{path}", _COLUMNS, subsequent_indent=" " * 28)
+            if reason:
+                lines += textwrap.wrap(
+                    f"not swapped: {reason}", _COLUMNS, initial_indent=" " * 8, subsequent_indent=" " * 8
+                )
+        return "\n".join(lines) or "nothing to swap"
+
+    __repr__ = __str__
+
+
+def patch(model: nn.Module) -> Report:
+    """Swap what `explain` says; the rows are its own. Twice is as good as once."""
+    found = list(_findings(model))
+    for finding in found:
+        for module, forward in finding.forwards:
+            forward.is_headwise = True  # type: ignore[attr-defined]
+            module.forward = MethodType(forward, module)
+    return _report(found)
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo `patch`, wherever in the model it was called. A model that is not patched stays as it is."""
+    for module in model.modules():
+        if _patch_probe.is_ours(module.__dict__.get("forward")):
+            del module.forward
+
+
+def explain(model: nn.Module) -> Report:
+    """What `patch` would swap, and why it would leave the rest: a row for each module. ``print`` it for a table.
+
+    Nothing is changed. In a patched model the rows are the same.
+    """
+    return _report(list(_findings(model)))
+
+
+def _findings(model: nn.Module) -> Iterator[Finding]:
+    for path, module in model.named_modules():
+        for find in (_patch_norms.find, _patch_glu.find, _patch_loss.find):
+            finding = find(path, module)
+            if finding is not None:
+                yield finding
+
+
+def _report(found: list[Finding]) -> Report:
+    return Report(Row(f.path, f.what, bool(f.forwards), f.reason) for f in found)

@@ -1,0 +1,97 @@
+"""The loss of a language model: the head leaves its logits to be computed, and cross entropy never does.
+
+The model's own forward and the loss function of Transformers run as they are: shifted labels, ``num_items_in_batch`` and
+``ignore_index`` are theirs. Only the head returns `LazyLogits`, in a forward pass in training mode that was given labels.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.integrations import _patch_probe as probe
+from headwise.integrations._lazy_logits import LazyLogits
+from headwise.integrations._patch_probe import Finding, Forward
+
+# The head of the model that is in its forward pass, with labels.
+_head: ContextVar[nn.Module | None] = ContextVar("headwise_head", default=None)
+
+
+def find(path: str, module: Any) -> Finding | None:
+    """A model whose forward takes labels, with a head that makes logits; None for other modules."""
+    if not hasattr(module, "get_output_embeddings") or "labels" not in probe.arguments_of(module):
+        return None
+    head = module.get_output_embeddings()
+    if head is None:
+        return None
+    reason = _not_plain(module, head) or _not_cross_entropy(module)
+    if reason:
+        return Finding(path, "loss", reason=reason)
+    return Finding(path, "loss", ((module, _model_forward(type(module).forward)), (head, _head_forward())))
+
+
+def _not_plain(module: nn.Module, head: Any) -> str:
+    if type(head) is not nn.Linear:
+        return f"its head is a {type(head).__name__}; ours needs a plain Linear"
+    own = inspect.unwrap(type(module).forward)
+    if "loss_function" not in getattr(getattr(own, "__code__", None), "co_names", ()):
+        return "its forward has a loss of its own and does not call loss_function"
+    return probe.replaced(module) or probe.replaced(head)
+
+
+def _not_cross_entropy(module: nn.Module) -> str:
+    """Runs the model's loss function on a few logits: ours has to give the same without making them."""
+    loss_function: Any = module.loss_function
+    hidden, weight = probe.random(2, 5, 6, seed=0), probe.random(11, 6, seed=1)
+    labels = torch.tensor([[1, 2, -100, 4, 10], [-100, 0, 3, 3, 7]])
+    lazy = LazyLogits.of(hidden, weight, None)
+    name = getattr(loss_function, "__name__", type(loss_function).__name__)
+    try:
+        ours = loss_function(logits=lazy, labels=labels, vocab_size=11)
+        own = loss_function(logits=hidden @ weight.T, labels=labels, vocab_size=11)
+    except Exception as error:
+        return f"its loss_function, {name}, did not run on logits and labels: {error}"
+    if lazy.was_read() or not isinstance(ours, Tensor) or not probe.equal(ours[None], own[None]):
+        return f"its loss_function, {name}, is not the cross entropy of the logits"
+    return ""
+
+
+def _model_forward(own: Forward) -> Forward:
+    position = list(inspect.signature(own).parameters).index("labels")
+
+    @functools.wraps(own)  # others read the signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = kwargs.get("labels", args[position - 1] if len(args) >= position else None)
+        lazy = labels is not None and self.training and torch.is_grad_enabled()
+        if not lazy or torch.compiler.is_compiling():
+            return type(self).forward(self, *args, **kwargs)
+        token = _head.set(self.get_output_embeddings())
+        try:
+            return type(self).forward(self, *args, **kwargs)
+        finally:
+            _head.reset(token)
+
+    return forward
+
+
+def _head_forward() -> Forward:
+    def forward(self: Any, *given: Tensor, **named: Tensor) -> Tensor:
+        (hidden,) = (*given, *named.values())
+        tensors: tuple[Any, ...] = (hidden, self.weight, self.bias)
+        lazy = not torch.compiler.is_compiling() and _head.get() is self
+        if not lazy:
+            return type(self).forward(self, hidden)
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):  # what autocast does to a linear layer
+            dtype = torch.get_autocast_dtype(device)
+            tensors = tuple(None if x is None else x.to(dtype) for x in tensors)
+        if any(x is not None and x.dtype != tensors[0].dtype for x in tensors):
+            return type(self).forward(self, hidden)
+        return LazyLogits.of(*tensors)
+
+    return forward
