@@ -184,7 +184,7 @@ def check_refusals(group, rank, ranks):
 
     refused(ValueError, ["dtype", "float16", f"rank {ranks - 1}"], attention(x.half() if last else x))
     refused(ValueError, ["B, Hq, D"], attention(x[:, :1] if last else x))
-    refused(ValueError, ["right is -1 on rank 0 and 0"], attention(causal=last))
+    refused(ValueError, ["causal", "(-1, -1) on rank 0 and (-1, 0)"], attention(causal=last))
     refused(ValueError, ["method", "'gather'"], attention(method="gather" if last else "ring"))
     refused(ValueError, ["gradient"], attention(x.clone().requires_grad_(last)))
     refused(ValueError, ["lengths", "shard"], attention(x[:, :, :1] if last else x))

@@ -20,13 +20,13 @@ RANK = Path(__file__).with_name("distributed_rank.py")
 SECONDS = 120
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_agree_with_the_oracle(ranks, tmp_path):
     """`distributed_rank.main` in every process: attention with gradients, decoding, shards, refusals."""
     logs = [tmp_path / f"rank{rank}" for rank in range(ranks)]
     processes = []
     for rank, log in enumerate(logs):
-        command = [sys.executable, str(RANK), str(rank), str(ranks), str(tmp_path / "meeting")]
+        command = [sys.executable, "-W", "error", str(RANK), str(rank), str(ranks), str(tmp_path / "meeting")]
         with log.open("w") as file:
             processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
     try:

@@ -20,7 +20,17 @@ from torch.autograd.function import once_differentiable
 
 from headwise import layout as memory
 from headwise.distributed.blocks import Gradients, Options, Partial, Plan, pieces, reach
-from headwise.distributed.groups import Description, Exchange, Group, Peers, agree, gather, peers_of, sum_parts
+from headwise.distributed.groups import (
+    Description,
+    Exchange,
+    Group,
+    Peers,
+    agree,
+    flag_values,
+    gather,
+    peers_of,
+    sum_parts,
+)
 from headwise.distributed.shards import Segment, check_layout, total_length
 from headwise.ops import _checks
 from headwise.ops.attention import _arguments
@@ -109,7 +119,7 @@ def _describe(
     same = {
         "B, Hq, D": (*q.shape[:2], q.shape[3]), "Hk, Dv": (k.shape[1], v.shape[3]), "dtype": str(q.dtype),
         "device": q.device.type, "sink": None if sink is None else str(sink.dtype), "method": method, "layout": layout,
-        "return_lse": return_lse, "backend": backend, "that a gradient is needed": differentiated, **flags._asdict(),
+        "return_lse": return_lse, "backend": backend, "that a gradient is needed": differentiated, **flag_values(flags),
     }  # fmt: skip
     return Description(same, (q.shape[2], k.shape[2]))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise import layout as memory
-from headwise.distributed.groups import Description, Group, agree, gather, peers_of
+from headwise.distributed.groups import Description, Group, agree, flag_values, gather, peers_of
 from headwise.ops import _checks
 from headwise.ops.attention import _arguments, attention_decode, merge_attention
 from headwise.ops.attention._arguments import UNBOUNDED, Window
@@ -39,7 +39,7 @@ def context_parallel_decode(
         same = {
             "shape of q": tuple(q.shape), "Hk, Dv": (k_cache.shape[1], v_cache.shape[3]), "dtype": str(q.dtype),
             "device": q.device.type, "sink": None if sink is None else str(sink.dtype), "return_lse": return_lse,
-            "backend": backend, **flags[0]._asdict(),
+            "backend": backend, **flag_values(flags[0]),
         }  # fmt: skip
         return Description(same, (k_cache.shape[2],))
 

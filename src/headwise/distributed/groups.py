@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from headwise.ops.attention._arguments import Flags
+
 Group = dist.ProcessGroup | DeviceMesh
 
 
@@ -71,6 +73,14 @@ def agree(op: str, peers: Peers, check: Callable[[], Description]) -> list[tuple
                     "on every rank"
                 )
     return [lengths for (_, lengths), _ in everyone]
+
+
+def flag_values(flags: Flags) -> dict[str, Any]:
+    """The flags of an attention call by the names a user knows."""
+    return {
+        "window (right = 0: causal)": (flags.left, flags.right), "scale": flags.scale, "softcap": flags.softcap,
+        "deterministic": flags.deterministic,
+    }  # fmt: skip
 
 
 def gather(peers: Peers, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
