@@ -167,6 +167,46 @@ def check_decode(group, rank, ranks):
                 assert found[0].dtype == dtype
 
 
+def make_loss(maker, *, rows, classes, reduction):
+    logits, targets = maker.normal(2, rows, classes, scale=4.0), maker.integers(0, classes, 2, rows)
+    targets[:, 1::5] = -100
+    targets[0, :1] = classes - 1
+    return {"logits": logits, "targets": targets, "reduction": reduction}
+
+
+def run_loss(group, rank, ranks, arguments, backend):
+    logits = arguments["logits"]
+    widths = [3 + r for r in range(ranks - 1)]
+    widths.append(logits.shape[-1] - sum(widths))
+    # The gradient of the whole: each rank's lies in its own columns, the others are zero.
+    own = OnAll.apply(logits, group).split(widths, -1)[rank]
+    loss = hwd.vocabulary_parallel_cross_entropy(own, arguments["targets"], group, reduction=arguments["reduction"])
+    return {"loss": loss}
+
+
+def reference_loss(arguments):
+    return {"loss": oracle.cross_entropy(**arguments)}
+
+
+def check_loss(group, rank, ranks):
+    for reduction in ("mean", "sum", "none"):
+        case = testing.Case(reduction, {"rows": 37, "classes": 101, "reduction": reduction})
+        suite = testing.Suite(
+            "vocabulary_parallel_cross_entropy", (case,), make_loss, partial(run_loss, group, rank, ranks),
+            reference_loss, differentiable=("logits",),
+        )  # fmt: skip
+        for dtype in (torch.float32, torch.bfloat16):
+            for error in testing.measure(suite, case, dtype=dtype):
+                assert error.ok, f"loss, {reduction}, {dtype}: {error}"
+    logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    loss = hwd.vocabulary_parallel_cross_entropy(logits, torch.tensor([-100, 5 * ranks, 2]), group, reduction="none")
+    loss.sum().backward()
+    assert loss[0] == 0
+    assert loss.isnan().tolist() == [False, True, False]
+    assert torch.equal(logits.grad.isnan().all(1), loss.isnan())
+    assert (logits.grad[0] == 0).all()
+
+
 def refused(kind, words, call):
     with pytest.raises(kind) as caught:
         call()
@@ -201,6 +241,8 @@ def check_refusals(group, rank, ranks):
         ["shape of q"],
         lambda: decode(x[:, :, 0, : 8 - last], *2 * [x[..., : 8 - last]], torch.ones(1).int(), group),
     )
+    loss = partial(hwd.vocabulary_parallel_cross_entropy, x, torch.ones(1, 2, 4).long(), group)
+    refused(ValueError, ["reduction"], lambda: loss(reduction="sum" if last else "mean"))
     refused(NotImplementedError, ["gradient"], lambda: hwd.unshard(x.clone().requires_grad_(), group))
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("context",))
     assert torch.equal(attend(x, x, x, mesh), attend(x, x, x, group))
@@ -218,6 +260,7 @@ def main():
     check_attention(group)
     check_bits(group)
     check_decode(group, rank, ranks)
+    check_loss(group, rank, ranks)
     check_refusals(group, rank, ranks)
     dist.barrier()
     dist.destroy_process_group()
