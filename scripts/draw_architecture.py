@@ -23,6 +23,7 @@ BEGIN, END = "<!-- drawing: made by scripts/draw_architecture.py -->", "<!-- /dr
 ROOMS = {
     "headwise": "headwise: the public functions",
     "headwise.nn": "nn: torch.nn modules",
+    "headwise.distributed": "distributed: one sequence on many devices",
     "headwise.integrations": "integrations: other people's conventions",
     "headwise.ops": "ops: what each op means",
     "headwise.webgpu": "webgpu: arrays",

@@ -29,6 +29,7 @@ from headwise.ops.softmax import softmax, softmax_backward
 from headwise.ops.transpose import transpose
 
 if _TYPE_CHECKING:
+    from headwise import distributed as distributed
     from headwise import nn as nn
     from headwise import reference as reference
     from headwise import testing as testing
@@ -70,7 +71,7 @@ __all__ = [
 ]
 
 # Imported when they are first used: `import headwise` imports torch alone.
-_LATE = ("nn", "reference", "testing", "webgpu")
+_LATE = ("distributed", "nn", "reference", "testing", "webgpu")
 
 
 def __getattr__(name: str) -> _Any:

@@ -1,0 +1,11 @@
+"""Attention over a sequence, and the loss over a vocabulary, that lie on many devices (docs/distributed.md)."""
+
+from headwise.distributed.attention import context_parallel_attention
+from headwise.distributed.decode import context_parallel_decode
+from headwise.distributed.losses import vocabulary_parallel_cross_entropy
+from headwise.distributed.shards import shard, shard_positions, unshard
+
+__all__ = [
+    "context_parallel_attention", "context_parallel_decode", "shard", "shard_positions", "unshard",
+    "vocabulary_parallel_cross_entropy",
+]  # fmt: skip

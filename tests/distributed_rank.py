@@ -1,0 +1,271 @@
+"""One rank of the processes that `test_distributed` starts: ``python distributed_rank.py RANK RANKS FILE``.
+
+Every rank makes the whole inputs, cuts out its shards, and compares the results that all ranks have put together.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import headwise.distributed as hwd
+from headwise import reference as oracle
+from headwise import testing
+
+SHORT = {"B": 2, "Hq": 4, "Hk": 2, "Sq": 67, "Sk": 67, "D": 16, "Dv": 16}
+FLAGS = ("causal", "window", "softcap", "scale")
+CASES = {
+    "full": {},
+    "causal": {"causal": True, "Sq": 301, "Sk": 301, "B": 1},
+    "causal, sink": {"causal": True, "sink": True, "Dv": 24},
+    "window": {"window": (9, 5)},
+    "narrow causal window, sink": {"causal": True, "window": (3, None), "sink": True, "Sq": 131, "Sk": 131},
+    "window that reaches left only": {"window": (None, 2), "Hq": 6, "Hk": 1, "D": 11, "Dv": 5},
+    "more keys": {"causal": True, "Sq": 41, "Sk": 90, "window": (30, 0)},
+    "more queries, empty rows": {"causal": True, "Sq": 53, "Sk": 20},
+    "empty rows with a sink": {"causal": True, "Sq": 53, "Sk": 20, "sink": True},
+    "fewer tokens than ranks": {"causal": True, "Sq": 1, "Sk": 1},
+    "softcap, scale": {"causal": True, "softcap": 3.0, "scale": 0.7},
+}
+
+
+class Cut(torch.autograd.Function):
+    """The whole of a tensor to this rank's shard; the whole gradient from those of all shards."""
+
+    @staticmethod
+    def forward(ctx, x, group, layout):
+        ctx.group, ctx.layout = group, layout
+        return hwd.shard(x, group, dim=2, layout=layout)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return hwd.unshard(grad, ctx.group, dim=2, layout=ctx.layout), None, None
+
+
+class Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, layout):
+        ctx.group, ctx.layout = group, layout
+        return hwd.unshard(x, group, dim=2, layout=layout)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return hwd.shard(grad, ctx.group, dim=2, layout=ctx.layout), None, None
+
+
+class OnAll(torch.autograd.Function):
+    """A weight that all ranks hold."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad.double()
+        dist.all_reduce(total, group=ctx.group)
+        return total.to(grad.dtype), None
+
+
+def make(maker, *, B, Hq, Hk, Sq, Sk, D, Dv, sink=False, **flags):
+    shapes = {"q": (B, Hq, Sq, D), "k": (B, Hk, Sk, D), "v": (B, Hk, Sk, Dv)}
+    arguments = {name: maker.normal(*shape) for name, shape in shapes.items()}
+    return {**arguments, "sink": maker.normal(Hq, dtype=torch.float32) if sink else None, **flags}
+
+
+def run(group, method, layout, arguments, backend):
+    q, k, v = (Cut.apply(arguments[name], group, layout) for name in "qkv")
+    sink = arguments["sink"] if arguments["sink"] is None else OnAll.apply(arguments["sink"], group)
+    flags = {name: arguments[name] for name in FLAGS if name in arguments}
+    out, lse = hwd.context_parallel_attention(
+        q, k, v, group, method=method, layout=layout, sink=sink, return_lse=True, backend=backend, **flags
+    )
+    return {"out": Joined.apply(out, group, layout), "lse": Joined.apply(lse, group, layout)}
+
+
+def reference(arguments):
+    flags = {name: arguments[name] for name in FLAGS if name in arguments}
+    out, lse = oracle.attention(*(arguments[name] for name in "qkv"), sink=arguments["sink"], **flags)
+    return {"out": out, "lse": lse}
+
+
+def check_attention(group):
+    for number, (name, params) in enumerate(CASES.items()):
+        case = testing.Case(name, {**SHORT, **params})
+        for method in ("ring", "gather"):
+            for layout in ("zigzag", "contiguous"):
+                suite = testing.Suite(
+                    "context_parallel_attention", (case,), make, partial(run, group, method, layout), reference,
+                    differentiable=("q", "k", "v", "sink"),
+                )  # fmt: skip
+                dtypes = [torch.float32, (torch.bfloat16, torch.float16)[number % 2]]
+                for dtype in dtypes if layout == "zigzag" else dtypes[:1]:
+                    without = ("lse",) if number % 2 else ()
+                    for error in testing.measure(suite, case, dtype=dtype, without_gradient=without, seed=number):
+                        assert error.ok, f"{name}, {method}, {layout}, {dtype}: {error}"
+
+
+def check_bits(group):
+    """The same run after run."""
+    arguments = make(testing.Maker(torch.bfloat16, torch.device("cpu"), 5), **SHORT, sink=True, causal=True)
+    for method in ("ring", "gather"):
+        found = []
+        for _ in range(2):
+            leaves = {n: x.clone().requires_grad_() for n, x in arguments.items() if isinstance(x, torch.Tensor)}
+            results = run(group, method, "zigzag", {**arguments, **leaves}, None)
+            results["out"].float().square().sum().backward()
+            found.append([results["out"], results["lse"], *(x.grad for x in leaves.values())])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), method
+
+
+def check_shards(group, rank, ranks):
+    for layout in ("zigzag", "contiguous"):
+        for length in range(4 * ranks + 3):
+            tokens = torch.randint(0, 99, (2, length), generator=torch.Generator().manual_seed(length))
+            part = hwd.shard(tokens, group, layout=layout)
+            assert length // ranks - 1 <= part.shape[1] <= length // ranks + 2
+            assert torch.equal(hwd.unshard(part, group, layout=layout), tokens)
+            positions = hwd.shard_positions(length, group, layout=layout)
+            assert torch.equal(tokens[:, positions], part)
+            hidden = tokens[..., None].to(torch.bfloat16).expand(-1, -1, 3)
+            own = hwd.shard(hidden, group, dim=1, layout=layout)
+            assert torch.equal(hwd.unshard(own, group, dim=1, layout=layout), hidden)
+    eight = hwd.shard_positions(4 * ranks, group)
+    last = 4 * ranks - 2 * rank
+    assert eight.tolist() == [2 * rank, 2 * rank + 1, last - 2, last - 1]
+
+
+def check_decode(group, rank, ranks):
+    rooms = [7 + 5 * r for r in range(ranks)]
+    start, total = sum(rooms[:rank]), sum(rooms)
+    for dtype in (torch.float32, torch.bfloat16):
+        for queries in (None, 1, 3):
+            for window, sink in ((None, False), ((4, 0), True)):
+                maker = testing.Maker(dtype, torch.device("cpu"), 3)
+                q = maker.normal(4, 6, *([] if queries is None else [queries]), 16)
+                k, v = maker.normal(4, 2, total, 16), maker.normal(4, 2, total, 8)
+                lengths = torch.tensor([total, 0, 8, total - 3])
+                flags = {"window": window, "sink": maker.normal(6) if sink else None}
+                caches = (x[:, :, start : start + rooms[rank]] for x in (k, v))
+                found = hwd.context_parallel_decode(q, *caches, lengths, group, return_lse=True, **flags)
+                inputs = {"q": q, "k_cache": k, "v_cache": v, "lengths": lengths, **flags}
+                versions = [
+                    oracle.attention_decode(**testing.upcast(inputs, to))
+                    for to in (torch.float64, dtype, torch.float32)
+                ]  # fmt: skip
+                plain = versions[1][0], versions[2][1]
+                for name, ours, truth, other in zip(("out", "lse"), found, versions[0], plain, strict=True):
+                    error = testing.compare(name, ours, truth, other)
+                    assert error.ok, f"decode, {dtype}, {queries}, {window}: {error}"
+                assert found[0].dtype == dtype
+
+
+def make_loss(maker, *, rows, classes, reduction):
+    logits, targets = maker.normal(2, rows, classes, scale=4.0), maker.integers(0, classes, 2, rows)
+    targets[:, 1::5] = -100
+    targets[0, :1] = classes - 1
+    return {"logits": logits, "targets": targets, "reduction": reduction}
+
+
+def run_loss(group, rank, ranks, arguments, backend):
+    logits = arguments["logits"]
+    widths = [3 + r for r in range(ranks - 1)]
+    widths.append(logits.shape[-1] - sum(widths))
+    # The gradient of the whole: each rank's lies in its own columns, the others are zero.
+    own = OnAll.apply(logits, group).split(widths, -1)[rank]
+    loss = hwd.vocabulary_parallel_cross_entropy(own, arguments["targets"], group, reduction=arguments["reduction"])
+    return {"loss": loss}
+
+
+def reference_loss(arguments):
+    return {"loss": oracle.cross_entropy(**arguments)}
+
+
+def check_loss(group, rank, ranks):
+    for reduction in ("mean", "sum", "none"):
+        case = testing.Case(reduction, {"rows": 37, "classes": 101, "reduction": reduction})
+        suite = testing.Suite(
+            "vocabulary_parallel_cross_entropy", (case,), make_loss, partial(run_loss, group, rank, ranks),
+            reference_loss, differentiable=("logits",),
+        )  # fmt: skip
+        for dtype in (torch.float32, torch.bfloat16):
+            for error in testing.measure(suite, case, dtype=dtype):
+                assert error.ok, f"loss, {reduction}, {dtype}: {error}"
+    logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    loss = hwd.vocabulary_parallel_cross_entropy(logits, torch.tensor([-100, 5 * ranks, 2]), group, reduction="none")
+    loss.sum().backward()
+    assert loss[0] == 0
+    assert loss.isnan().tolist() == [False, True, False]
+    assert torch.equal(logits.grad.isnan().all(1), loss.isnan())
+    assert (logits.grad[0] == 0).all()
+
+
+def refused(kind, words, call):
+    with pytest.raises(kind) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), f"{caught.value} does not say {words}"
+
+
+def check_refusals(group, rank, ranks):
+    """On every rank, also where one alone has the mistake; afterwards the group is as good as before."""
+    last = rank == ranks - 1
+    x = torch.randn(1, 2, 4, 8)
+    attend = hwd.context_parallel_attention
+
+    def attention(y=x, **flags):
+        return lambda: attend(y, y, y, group, **flags)
+
+    refused(ValueError, ["dtype", "float16", f"rank {ranks - 1}"], attention(x.half() if last else x))
+    refused(ValueError, ["B, Hq, D"], attention(x[:, :1] if last else x))
+    refused(ValueError, ["causal", "(-1, -1) on rank 0 and (-1, 0)"], attention(causal=last))
+    refused(ValueError, ["method", "'gather'"], attention(method="gather" if last else "ring"))
+    refused(ValueError, ["gradient"], attention(x.clone().requires_grad_(last)))
+    refused(ValueError, ["lengths", "shard"], attention(x[:, :, :1] if last else x))
+    refused(ValueError, ["method is 'star'"], attention(method="star"))
+    refused(NotImplementedError if last else ValueError, ["mask"], attention(mask=torch.ones(1) if last else None))
+    refused(ValueError, ["window"], attention(window=(-3, 0) if last else None))
+    for name in ("mask", "bias", "kv_lengths", "q_lengths", "kv_starts", "dropout_seed"):
+        refused(NotImplementedError, [name], attention(**{name: torch.ones(1)}))
+    refused(NotImplementedError, ["dropout"], attention(dropout=0.5))
+    refused(TypeError, ["group"], lambda: attend(x, x, x, None))
+    decode = hwd.context_parallel_decode
+    refused(
+        ValueError,
+        ["shape of q"],
+        lambda: decode(x[:, :, 0, : 8 - last], *2 * [x[..., : 8 - last]], torch.ones(1).int(), group),
+    )
+    loss = partial(hwd.vocabulary_parallel_cross_entropy, x, torch.ones(1, 2, 4).long(), group)
+    refused(ValueError, ["reduction"], lambda: loss(reduction="sum" if last else "mean"))
+    refused(NotImplementedError, ["gradient"], lambda: hwd.unshard(x.clone().requires_grad_(), group))
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("context",))
+    assert torch.equal(attend(x, x, x, mesh), attend(x, x, x, group))
+    refused(ValueError, ["2 dimensions"], lambda: attend(x, x, x, init_device_mesh("cpu", (1, ranks))))
+
+
+def main():
+    rank, ranks, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=ranks, timeout=timedelta(seconds=100)
+    )
+    group = dist.group.WORLD
+    check_shards(group, rank, ranks)
+    check_attention(group)
+    check_bits(group)
+    check_decode(group, rank, ranks)
+    check_loss(group, rank, ranks)
+    check_refusals(group, rank, ranks)
+    dist.barrier()
+    dist.destroy_process_group()
+    print("all checks ran")
+
+
+if __name__ == "__main__":
+    main()
