@@ -93,6 +93,9 @@ class Attention(nn.Module):
             q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if self.rotary is not None:
             q, k = self.rotary(q, k, positions)
+            if v.requires_grad and self.q_norm is None:
+                # Its backward needs v alone: as a view it would keep the memory of the unrotated q and k as well.
+                v = v.contiguous()
         return q, k, v
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:

@@ -20,7 +20,7 @@ from headwise.benchmark.correctness import WholeCheck
 from headwise.nn import RotaryEmbedding, TransformerConfig, TransformerLM
 from headwise.testing import Arguments, Maker, Outputs
 
-TORCH, COMPILED, LIGER = "PyTorch SDPA", "torch.compile", "Liger + FA4"
+TORCH, COMPILED, LIGER, LIGER_SDPA = "PyTorch SDPA", "torch.compile", "Liger + FA4", "Liger + SDPA"
 LLAMA = TransformerConfig(
     vocabulary=128256, dim=2048, layers=16, heads=32, key_heads=16, hidden=8192, positions=4096, rotary_base=500_000.0
 )
@@ -52,22 +52,27 @@ def pytorch_parts() -> Parts:
 
 
 def liger_parts() -> Parts:
-    """Liger's kernels, with FlashAttention-4 for the attention. Raises ImportError where one is missing."""
-    from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found,unused-ignore]
+    """Liger's kernels around PyTorch's attention. Raises ImportError where Liger is missing."""
     from liger_kernel.transformers import functional as liger  # type: ignore[import-not-found,unused-ignore]
+
+    return pytorch_parts()._replace(
+        rms_norm=partial(_liger_norm, liger),
+        rope=lambda q, k, cos, sin: liger.liger_rope(q, k, cos[None].to(q.dtype), sin[None].to(q.dtype)),
+        glu=liger.liger_swiglu,
+        loss=liger.liger_fused_linear_cross_entropy,
+    )
+
+
+def liger_fa4_parts() -> Parts:
+    """Liger's kernels around FlashAttention-4. Raises ImportError where one is missing."""
+    from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found,unused-ignore]
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first.transpose(1, 2)
 
-    return Parts(
-        rms_norm=partial(_liger_norm, liger),
-        rope=lambda q, k, cos, sin: liger.liger_rope(q, k, cos[None].to(q.dtype), sin[None].to(q.dtype)),
-        attention=attention,
-        glu=liger.liger_swiglu,
-        loss=liger.liger_fused_linear_cross_entropy,
-    )
+    return liger_parts()._replace(attention=attention)
 
 
 def _liger_norm(liger: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -170,7 +175,8 @@ def training_step(name: str, config: TransformerConfig, batch: int, length: int)
         peers=(
             Contender(TORCH, peer(pytorch_parts)),
             Contender(COMPILED, peer(pytorch_parts, compiled=True)),
-            Contender(LIGER, peer(liger_parts)),
+            Contender(LIGER_SDPA, peer(liger_parts)),
+            Contender(LIGER, peer(liger_fa4_parts)),
         ),
         flops=float(6 * tokens * matrices + 3.5 * attention),
         requirements=(AtLeast(1.25, TORCH), MemoryShare(0.6, TORCH), AtLeast(1.0, LIGER)),
