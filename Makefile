@@ -31,7 +31,7 @@ TEST_PACKAGES := libvulkan1 mesa-vulkan-drivers chromium
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slow lint format readme system-packages clean
+.PHONY: help demo test test-all test-slow lint format readme docs release system-packages clean
 
 help:
 	@echo "make demo     train a small transformer, let it speak, look at its attention  (DEMO_ARGS='--steps 100')"
@@ -39,7 +39,9 @@ help:
 	@echo "make test-all the same, then what is slow by nature"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff reformat the code"
-	@echo "make readme   write the tables of README.md from headwise check and bench/results"
+	@echo "make readme   write tables and chart of README.md from headwise check and bench/results"
+	@echo "make docs     build the site into build/site, strictly"
+	@echo "make release  build wheel and sdist, install each in a fresh environment and run its commands"
 	@echo "make clean    remove the virtual environment and the caches"
 
 demo: $(STAMP)
@@ -81,6 +83,12 @@ format: $(STAMP)
 
 readme: $(STAMP)
 	$(BIN)/python scripts/update_readme.py
+
+# Material says at every build that it will be followed by another program; that is no warning about these pages.
+docs: $(STAMP)
+	$(BIN)/python scripts/draw_grids.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "headwise: the site is in build/site"
 
 system-packages:
 	@PYTHON=$(PYTHON) scripts/system-packages
