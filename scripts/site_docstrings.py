@@ -14,8 +14,7 @@ from typing import Any
 
 import griffe
 
-_ARGUMENT = re.compile(r"^(\w+(?:, \w+)*)(?:  +|: )(\S.*)$")
-_ALIGNED = re.compile(r"^(\w+(?:, \w+)*)  +(\S.*)$")
+_ALIGNED = re.compile(r"^(\w+(?:,? \w+)*)  +(\S.*)$")
 
 
 def as_markdown(text: str) -> str:
