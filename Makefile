@@ -4,6 +4,7 @@ PYTHON ?= python3
 WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+RELEASE_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -89,6 +90,10 @@ docs: $(STAMP)
 	$(BIN)/python scripts/draw_grids.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "headwise: the site is in build/site"
+
+# Takes minutes: PyTorch is installed once for each. --brief: the sdist into the environment of the wheel, and the CPU's cases.
+release: $(STAMP)
+	PYTHON=$(BIN)/python scripts/try-release $(RELEASE_ARGS)
 
 system-packages:
 	@PYTHON=$(PYTHON) scripts/system-packages
