@@ -81,7 +81,7 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "headwise: the site is in build/site"
 
-# Takes minutes: PyTorch is installed once for each. --brief: the sdist into the environment of the wheel, and the CPU's cases.
+# Takes minutes: PyTorch is installed once for each. --brief: the sdist into the environment of the wheel, two ops.
 release: $(STAMP)
 	PYTHON=$(BIN)/python scripts/try-release $(RELEASE_ARGS)
 
