@@ -35,7 +35,7 @@ if _TYPE_CHECKING:
     from headwise import testing as testing
     from headwise import webgpu as webgpu
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "add_rms_norm",

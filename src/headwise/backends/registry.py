@@ -97,7 +97,7 @@ def use_backend(name: str | None) -> Iterator[None]:
     ``None`` is the automatic choice, even where ``HEADWISE_BACKEND`` says otherwise.
 
     >>> with hw.use_backend("cpu"):
-    ...     out = hw.attention(q, k, v)
+    ...     probs = hw.softmax(torch.randn(4, 64))
     """
     if name is not None:
         _find(name)

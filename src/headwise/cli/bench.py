@@ -1,5 +1,7 @@
 """``headwise bench``: ours against peers, measured in one run on results that were checked first.
 
+``headwise bench report`` draws one HTML page from the results, and with ``--base REV`` of what became slower since.
+
 A case whose result fails its error budget is refused: no time of it is reported, and the exit code is 1. A missed
 target is reported and does not change the exit code: a time depends on the machine. The protocol is in bench/README.md.
 """
@@ -27,7 +29,7 @@ from headwise.benchmark import report, roofs
 from headwise.benchmark.case import OURS, BenchCase, BenchSuite, concerned, matches
 from headwise.benchmark.runner import NOTHING_CROSSED, CaseResult, Measurement, Verdict, run_case
 from headwise.benchmark.suites import SUITES, load
-from headwise.cli import _terminal, env
+from headwise.cli import _bench_report, _terminal, env
 from headwise.ops._checks import short
 
 DEFAULT_FOLDER = Path("bench/results")
@@ -37,6 +39,7 @@ _BRIEF_DIRECTION = {"forward": "fwd", "backward": "bwd", "forward+backward": "fw
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _bench_report.add_arguments(parser)
     parser.add_argument("--suite", default="cpu", help=f"one of: {', '.join(SUITES)} (default: cpu)")
     parser.add_argument("--group", action="append", metavar="NAME", help="only this group (may be repeated)")
     parser.add_argument("--filter", metavar="TEXT", help="only cases whose name has every word of TEXT")
@@ -65,6 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.action == "report":
+        return _bench_report.write(args, args.out or DEFAULT_FOLDER)
+    if args.base is not None or args.page is not None:
+        raise _terminal.UsageError("--base and --page belong to headwise bench report")
     if args.plot_csv is not None:
         return _plot_again(args.plot_csv, args.out, args.json)
     suite = _suite(args)

@@ -22,6 +22,10 @@ class Attention(nn.Module):
     sink              a learned logit for each head that takes part in the softmax and has no value
     qk_norm           RMSNorm of queries and keys over the head dim, before the rotation
     rotary            a `RotaryEmbedding`, shared by all layers of a model
+
+    >>> attention = nn.Attention(64, heads=4, key_heads=2, window=(15, 0))
+    >>> attention(torch.randn(2, 100, 64)).shape
+    torch.Size([2, 100, 64])
     """
 
     def __init__(

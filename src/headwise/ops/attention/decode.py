@@ -61,6 +61,11 @@ def attention_decode(
     keys up to ``p``. The result has the shape of q with Dv for D; the lse is float32 ``(B, Hq)`` or ``(B, Hq, Sq)``.
     Meant for inference; gradients are there, and cost what those of `attention` cost (over a gathered copy of the cache
     when it is paged). The explicit form is ``attention_backward(…, causal=True, kv_lengths=lengths, kv_starts=…)``.
+
+    >>> q = torch.randn(2, 8, 64)  # one token of each of two sequences
+    >>> k_cache, v_cache = torch.randn(2, 2, 2, 256, 64)
+    >>> hw.attention_decode(q, k_cache, v_cache, torch.tensor([17, 256])).shape
+    torch.Size([2, 8, 64])
     """
     results = _forward(
         (q, k_cache, v_cache, lengths, kv_starts, block_table, sink),
