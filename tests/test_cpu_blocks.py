@@ -14,7 +14,7 @@ import torch
 
 import headwise as hw
 from headwise import testing
-from headwise.backends.cpu import attention_flash, attention_tiled, decode
+from headwise.backends.cpu import attention_flash, attention_mask, attention_tiled, decode
 from headwise.backends.cpu.recorder import record
 from headwise.cases import SUITES
 from headwise.ops.softmax import Softmax
@@ -33,8 +33,15 @@ def test_seams_between_blocks(suite, case, gradient_of_lse, monkeypatch):
     monkeypatch.setattr(attention_tiled, "_TILE_ROWS", 16)
     monkeypatch.setattr(attention_tiled, "_TILE_KEYS", 24)
     monkeypatch.setattr(attention_tiled, "_SCORES_PER_THREAD", 1)
-    monkeypatch.setattr(attention_flash, "_MASKED_ROWS", 13)
-    monkeypatch.setattr(attention_flash, "_MASK_ELEMENTS", 400)
+    monkeypatch.setattr(attention_flash, "_BAND_ROWS", 13)
+    for name, value in {
+        "_TILE": 8,
+        "_SUMMED_KEYS": 8,
+        "_SMALLEST_OPEN": 16,
+        "_BAND_ROWS": 13,
+        "_MASK_ELEMENTS": 400,
+    }.items():
+        monkeypatch.setattr(attention_mask, name, value)
     monkeypatch.setattr(attention_flash, "_SMALLEST_FULL", 5)
     monkeypatch.setattr(decode, "_KEYS_AT_ONCE", 7)
     before = torch.get_num_threads()
