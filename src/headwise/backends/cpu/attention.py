@@ -30,13 +30,13 @@ class _Piece(NamedTuple):
     keys: Places = ALL
     number: int = 0  # of the (first) sequence or batch entry; with `first_key`, what dropout counts from
     first_key: int = 0
-    count: int = 1  # packed sequences: they are the batch of the problem
+    sequences: int = 1  # of a packed batch: they are the batch of the problem
 
     def of_rows(self, x: Tensor) -> Tensor:
-        return _take(x, self.batch, self.rows, self.count)
+        return _take(x, self.batch, self.rows, self.sequences)
 
     def of_keys(self, x: Tensor) -> Tensor:
-        return _take(x, self.batch, self.keys, self.count)
+        return _take(x, self.batch, self.keys, self.sequences)
 
 
 def _take(x: Tensor, batch: slice, places: Places, count: int) -> Tensor:
@@ -110,7 +110,7 @@ def attention_forward(args: Attention) -> tuple[Tensor, Tensor]:
         engine.forward(call.problem(piece), args.sink, *parts)
         if isinstance(piece.rows, Tensor):
             for whole, part in zip((dense_out, dense_lse), parts, strict=True):
-                _put(whole, piece.batch, piece.rows, piece.count, part)
+                _put(whole, piece.batch, piece.rows, piece.sequences, part)
     for entry in call.bad:
         dense_out[entry], dense_lse[entry] = torch.nan, torch.nan
     return out, lse
@@ -135,7 +135,7 @@ def attention_backward(args: AttentionBackward) -> tuple[Tensor, Tensor, Tensor,
                 call.problem(piece), forward.sink, of_rows, call.of_scores(dbias, piece), dsink
             )  # fmt: skip
             for grad, places, x in zip(grads, (piece.rows, piece.keys, piece.keys), found, strict=True):
-                _put(grad, piece.batch, places, piece.count, x)
+                _put(grad, piece.batch, places, piece.sequences, x)
         for entry in call.bad:
             for undefined in (*(grad[entry] for grad in grads), scores_slice(dbias, ALL, ALL, entry), dsink):
                 if undefined is not None:
@@ -200,13 +200,13 @@ def _sequences(packing: Packing, rows: int, keys: int, may_gather: bool) -> list
                 (torch.tensor([start[i] for i in numbers])[:, None] + torch.arange(n)).flatten()
                 for start, n in zip(starts, shape, strict=True)
             ]
-            pieces.append(_Piece(ALL, places[0], places[1], count=len(numbers)))
+            pieces.append(_Piece(ALL, places[0], places[1], sequences=len(numbers)))
     return pieces
 
 
 def _neighbours(starts: list[list[int]], shape: tuple[int, int], number: int, count: int) -> _Piece:
     of_q, of_k = (slice(start[number], start[number] + count * n) for start, n in zip(starts, shape, strict=True))
-    return _Piece(ALL, of_q, of_k, number, count=count)
+    return _Piece(ALL, of_q, of_k, number, sequences=count)
 
 
 def _dense(x: Tensor, packing: Packing | None) -> Tensor:

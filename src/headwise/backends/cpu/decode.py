@@ -89,7 +89,7 @@ def _seen_by_all(q: Tensor, k: Tensor, v: Tensor, args: Decode) -> tuple[list[Te
     split = -(-keys // args.num_splits) or 1 if args.num_splits else _SPLIT
     outs: list[Tensor] = []
     lses: list[Tensor] = []
-    rows = q.reshape(1, k.shape[1], -1, q.shape[3])
+    rows = q.reshape(1, k.shape[1], q.shape[1] // k.shape[1] * q.shape[2], q.shape[3])
     converted = q.dtype != layout.statistics_dtype(q.dtype) or k.shape[3] != v.shape[3]
     at_once = max(1, (_KEYS_AT_ONCE if converted else keys) // split)
     start = 0
@@ -108,7 +108,7 @@ def _seen_by_all(q: Tensor, k: Tensor, v: Tensor, args: Decode) -> tuple[list[Te
         engine.forward(problem, None, part, lse)
         if count > 1:
             part, lse = merge_batch(part, lse)
-        outs.append(part.view(*q.shape[:3], -1))
+        outs.append(part.view(*q.shape[:3], v.shape[3]))
         lses.append(lse.view(q.shape[:3]))
         start += count * size
     return outs, lses
