@@ -182,7 +182,7 @@ def _decode(dtype, d, page_size, flags, rows, splits, starts=False):
     return attention_decode, Decode(
         meta(2, 8 * rows, 1, d, dtype=dtype), meta(*cache, dtype=dtype), meta(*cache, dtype=dtype), meta(2, dtype=I32),
         meta(2, dtype=I32) if starts else None, meta(2, 4096 // page_size, dtype=I32) if page_size else None,
-        meta(8 * rows, dtype=F32) if flags.softcap else None, flags, splits, True,
+        meta(8 * rows, dtype=F32) if flags.softcap else None, flags, splits, False, True,
     )  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def test_no_length_asks_for_another_kernel(op):
         q, k, v = (meta(2, 4, length, 64) for _ in range(3))
         args = Attention(q, k, v, None, None, None, None, None, None, None, CAUSAL, True)
         if op == "decode":
-            args = Decode(meta(2, 4, 64), k, v, meta(2, dtype=I32), None, None, None, CAUSAL, 4, True)
+            args = Decode(meta(2, 4, 64), k, v, meta(2, dtype=I32), None, None, None, CAUSAL, 4)
         launcher = attention_forward if op == "attention" else attention_decode
         for launch in Recorded(launcher, args).launches:
             parameters = launch.kernel.params[len(launch.tensors) :]
