@@ -41,7 +41,8 @@ def supports(call: Call) -> str | None:
     backward = any(name.endswith("backward") for name in call.launchers)
     latent = call.op == "attention_decode" and not backward and call.sizes["Dv"] <= _WIDEST_HEAD
     if widest > (_WIDEST_KEY if latent else _WIDEST_HEAD):
-        return f"its kernels hold heads of at most {_WIDEST_HEAD}, and this head dim is {widest}"
+        what = "gradients of heads" if backward else "heads"
+        return f"its kernels hold {what} of at most {_WIDEST_HEAD}, and this head dim is {widest}"
     if backward and not call.op.startswith("attention_probs") and call.device == "cuda":
         arch = _gpu(call).arch
         if not tile_sizes.covers("attention_backward_keys", 8 * call.dtype.itemsize, widest, arch):

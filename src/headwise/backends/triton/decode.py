@@ -151,7 +151,10 @@ def merge_tile(rows: int, queries: int, block_dv: int, warps: int) -> tuple[int,
 
 
 def decode_tile(element_size: int, width: int, widest: int, rows: int, arch: str) -> AttentionTile:
-    """Rows padded to what the matrix units take; keys and stages as shared memory allows. width: elements of a key's tile."""
+    """Rows padded to what the matrix units take; keys and stages as shared memory allows.
+
+    width: elements of a tile that belong to a key. widest: of the head dims.
+    """
     room = 16384 // (min(block_of(widest), 512) * element_size)
     queries = min(max(16, power_of_two(rows)), max(16, min(room, 128 // element_size)))
     bytes_per_key = width * element_size

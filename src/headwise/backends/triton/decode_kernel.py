@@ -44,7 +44,9 @@ class DecodeVariant(NamedTuple):
     DV: int
     BLOCK_D: int  # padded to powers of two
     BLOCK_DV: int
-    BLOCK_REST: int  # values are the first DV numbers of the keys, and this is what holds the other D - DV; 0: they are not
+    BLOCK_REST: (
+        int  # values are the first DV numbers of the keys, and this is what holds the other D - DV; 0: they are not
+    )
     ROWS: int  # of a tile
     KEYS: int
     STAGES: int
