@@ -14,7 +14,7 @@ import torch
 
 import headwise as hw
 from headwise import testing
-from headwise.backends.cpu import attention_flash, attention_tiled, decode
+from headwise.backends.cpu import attention_flash, attention_mask, attention_tiled, decode
 from headwise.backends.cpu.recorder import record
 from headwise.cases import SUITES
 from headwise.ops.softmax import Softmax
@@ -33,8 +33,15 @@ def test_seams_between_blocks(suite, case, gradient_of_lse, monkeypatch):
     monkeypatch.setattr(attention_tiled, "_TILE_ROWS", 16)
     monkeypatch.setattr(attention_tiled, "_TILE_KEYS", 24)
     monkeypatch.setattr(attention_tiled, "_SCORES_PER_THREAD", 1)
-    monkeypatch.setattr(attention_flash, "_MASKED_ROWS", 13)
-    monkeypatch.setattr(attention_flash, "_MASK_ELEMENTS", 400)
+    monkeypatch.setattr(attention_flash, "_BAND_ROWS", 13)
+    for name, value in {
+        "_TILE": 8,
+        "_SUMMED_KEYS": 8,
+        "_SMALLEST_OPEN": 16,
+        "_BAND_ROWS": 13,
+        "_MASK_ELEMENTS": 400,
+    }.items():
+        monkeypatch.setattr(attention_mask, name, value)
     monkeypatch.setattr(attention_flash, "_SMALLEST_FULL", 5)
     monkeypatch.setattr(decode, "_KEYS_AT_ONCE", 7)
     before = torch.get_num_threads()
@@ -121,3 +128,40 @@ def test_a_record_keeps_no_tensor_alive():
     del x
     gc.collect()
     assert seen() is None
+
+
+SHORT = [3, 5, 3, 0, 5, 5, 3, 3, 1, 300, 5]  # some of one length side by side, some apart, one too long to be gathered
+SHORT_KEYS = [4, 5, 4, 2, 5, 5, 4, 4, 0, 300, 7]
+
+
+@pytest.mark.parametrize("flags", [{}, {"softcap": 3.0}, {"dropout": 0.3, "dropout_seed": 5}], ids=["", "cap", "drop"])
+def test_short_sequences_have_the_bits_of_calls_of_their_own(flags):
+    maker = testing.Maker(torch.float32, torch.device("cpu"), seed=4)
+    rows, keys = ([0, *torch.tensor(lengths).cumsum(0).tolist()] for lengths in (SHORT, SHORT_KEYS))
+    inputs = [maker.normal(n, heads, 16) for n, heads in ((rows[-1] + 2, 4), (keys[-1], 2), (keys[-1], 2))]
+    inputs.append(maker.normal(4))
+    grads = [maker.normal(rows[-1] + 2, 4, 16), maker.normal(4, rows[-1] + 2)]
+
+    def call(q, k, v, sink, of_q=rows, of_k=keys):
+        of_q, of_k = (torch.tensor(bounds, dtype=torch.int32) for bounds in (of_q, of_k))
+        return hw.attention_varlen(
+            q, k, v, of_q, of_k, 300, 300, sink=sink, causal=True, return_lse=True, **flags
+        )  # fmt: skip
+
+    out, lse, dq, dk, dv, dsink = _with_gradients(call, inputs, grads)
+    assert (out[rows[-1] :] == 0).all()
+    assert (lse[:, rows[-1] :] == -math.inf).all()
+    dsinks = torch.zeros_like(dsink)
+    for i in range(len(SHORT)):
+        of_q, of_k = slice(*rows[i : i + 2]), slice(*keys[i : i + 2])
+
+        # The sequences before it without tokens: dropout counts sequences.
+        def alone(q, k, v, sink, i=i):
+            return call(q, k, v, sink, [0] * (i + 1) + [SHORT[i]], [0] * (i + 1) + [SHORT_KEYS[i]])
+
+        part = [x.detach()[s] for x, s in zip(inputs[:3], (of_q, of_k, of_k), strict=True)] + [inputs[3].detach()]
+        found = _with_gradients(alone, part, [grads[0][of_q], grads[1][:, of_q]])
+        for ours, theirs in zip((out[of_q], lse[:, of_q], dq[of_q], dk[of_k], dv[of_k]), found, strict=False):
+            assert torch.equal(ours, theirs), i
+        dsinks += found[5]
+    torch.testing.assert_close(dsink, dsinks)
