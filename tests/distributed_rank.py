@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import headwise.distributed as hwd
 from headwise import reference as oracle
 from headwise import testing
+from headwise.cases import attention as attention_cases
 
 SHORT = {"B": 2, "Hq": 4, "Hk": 2, "Sq": 67, "Sk": 67, "D": 16, "Dv": 16}
-FLAGS = ("causal", "window", "softcap", "scale")
+FLAGS = ("causal", "window", "softcap", "scale", "kv_lengths", "q_lengths", "kv_starts")
+METHODS = ("ring", "gather", "ulysses")
 CASES = {
     "full": {},
     "causal": {"causal": True, "Sq": 301, "Sk": 301, "B": 1},
@@ -32,6 +34,19 @@ CASES = {
     "empty rows with a sink": {"causal": True, "Sq": 53, "Sk": 20, "sink": True},
     "fewer tokens than ranks": {"causal": True, "Sq": 1, "Sk": 1},
     "softcap, scale": {"causal": True, "softcap": 3.0, "scale": 0.7},
+    "mask per query": {"mask": (67, 67), "causal": True},
+    "mask per head, more keys": {"mask": (2, 4, 1, 90), "Sk": 90, "sink": True},
+    "bias": {"bias": (2, 4, 67, 67), "causal": True},
+    "bias of keys, mask of queries": {"bias": (4, 1, 67), "mask": (67, 1), "window": (20, None)},
+    "bias of queries": {"bias": (2, 1, 67, 1), "Hq": 7, "Hk": 1},
+    "lengths": {"kv_lengths": [61, 3], "causal": True, "sink": True},
+    "right-padded": {"kv_lengths": [20, 67], "q_lengths": [20, 67], "causal": True, "window": (9, None)},
+    "right-padded, alike, one empty": {"B": 3, "kv_lengths": [33, 33, 0], "q_lengths": [33, 33, 0], "sink": True},
+    "left-padded, mask, bias": {"kv_starts": [60, 5], "mask": (2, 1, 67, 67), "bias": (67, 67), "causal": True},
+    "documents": {"cu_seqlens": [0, 5, 5, 40, 41, 60], "causal": True, "B": 1, "sink": True},
+    "documents, window": {"cu_seqlens": [0, 1, 37, 67], "window": (6, 3), "Hq": 6, "Hk": 3},
+    "more ranks than key heads": {"Hq": 6, "Hk": 1, "causal": True},
+    "uneven heads": {"Hq": 10, "Hk": 2, "causal": True, "sink": True},
 }
 
 
@@ -39,13 +54,13 @@ class Cut(torch.autograd.Function):
     """The whole of a tensor to this rank's shard; the whole gradient from those of all shards."""
 
     @staticmethod
-    def forward(ctx, x, group, layout):
-        ctx.group, ctx.layout = group, layout
-        return hwd.shard(x, group, dim=2, layout=layout)
+    def forward(ctx, x, group, layout, dim=2):
+        ctx.group, ctx.layout, ctx.dim = group, layout, dim
+        return hwd.shard(x, group, dim=dim, layout=layout)
 
     @staticmethod
     def backward(ctx, grad):
-        return hwd.unshard(grad, ctx.group, dim=2, layout=ctx.layout), None, None
+        return hwd.unshard(grad, ctx.group, dim=ctx.dim, layout=ctx.layout), None, None, None
 
 
 class Joined(torch.autograd.Function):
@@ -74,16 +89,34 @@ class OnAll(torch.autograd.Function):
         return total.to(grad.dtype), None
 
 
-def make(maker, *, B, Hq, Hk, Sq, Sk, D, Dv, sink=False, **flags):
+def make(maker, *, B, Hq, Hk, Sq, Sk, D, Dv, sink=False, mask=None, bias=None, **flags):
     shapes = {"q": (B, Hq, Sq, D), "k": (B, Hk, Sk, D), "v": (B, Hk, Sk, Dv)}
     arguments = {name: maker.normal(*shape) for name, shape in shapes.items()}
+    if mask is not None:
+        arguments["mask"] = maker.coin(*mask, chance=0.6)
+    if bias is not None:
+        arguments["bias"] = maker.normal(*bias)
+    for name in ("kv_lengths", "q_lengths", "kv_starts", "cu_seqlens"):
+        if name in flags:
+            values = flags[name]
+            flags[name] = maker.tensor(values, torch.int32)
+            for x in {"q_lengths": "q", "kv_lengths": "kv", "kv_starts": "kv"}.get(name, ""):
+                attention_cases.poison(arguments[x], values, before=name == "kv_starts")
     return {**arguments, "sink": maker.normal(Hq, dtype=torch.float32) if sink else None, **flags}
+
+
+def own_rows(x, group, layout):
+    """A mask or bias with the rows of this rank."""
+    if x.dim() < 2 or x.shape[-2] == 1:
+        return OnAll.apply(x, group) if x.is_floating_point() else x
+    return Cut.apply(x, group, layout, -2) if x.is_floating_point() else hwd.shard(x, group, dim=-2, layout=layout)
 
 
 def run(group, method, layout, arguments, backend):
     q, k, v = (Cut.apply(arguments[name], group, layout) for name in "qkv")
     sink = arguments["sink"] if arguments["sink"] is None else OnAll.apply(arguments["sink"], group)
-    flags = {name: arguments[name] for name in FLAGS if name in arguments}
+    flags = {name: arguments[name] for name in (*FLAGS, "cu_seqlens") if name in arguments}
+    flags |= {name: own_rows(arguments[name], group, layout) for name in ("mask", "bias") if name in arguments}
     out, lse = hwd.context_parallel_attention(
         q, k, v, group, method=method, layout=layout, sink=sink, return_lse=True, backend=backend, **flags
     )
@@ -91,19 +124,28 @@ def run(group, method, layout, arguments, backend):
 
 
 def reference(arguments):
-    flags = {name: arguments[name] for name in FLAGS if name in arguments}
-    out, lse = oracle.attention(*(arguments[name] for name in "qkv"), sink=arguments["sink"], **flags)
-    return {"out": out, "lse": lse}
+    flags = {name: arguments[name] for name in (*FLAGS, "mask", "bias") if name in arguments}
+    q, k, v = (arguments[name] for name in "qkv")
+    if "cu_seqlens" not in arguments:
+        out, lse = oracle.attention(q, k, v, sink=arguments["sink"], **flags)
+        return {"out": out, "lse": lse}
+    ends = arguments["cu_seqlens"]
+    found = [
+        oracle.attention_varlen(*(x.transpose(0, 1) for x in entry), ends, ends, 99, 99, sink=arguments["sink"], **flags)
+        for entry in zip(q, k, v, strict=True)
+    ]
+    out, lse = (torch.stack(x) for x in zip(*found, strict=True))
+    return {"out": out.transpose(1, 2), "lse": lse}
 
 
 def check_attention(group):
     for number, (name, params) in enumerate(CASES.items()):
         case = testing.Case(name, {**SHORT, **params})
-        for method in ("ring", "gather"):
+        for method in METHODS:
             for layout in ("zigzag", "contiguous"):
                 suite = testing.Suite(
                     "context_parallel_attention", (case,), make, partial(run, group, method, layout), reference,
-                    differentiable=("q", "k", "v", "sink"),
+                    differentiable=("q", "k", "v", "sink", "bias"),
                 )  # fmt: skip
                 dtypes = [torch.float32, (torch.bfloat16, torch.float16)[number % 2]]
                 for dtype in dtypes if layout == "zigzag" else dtypes[:1]:
@@ -115,7 +157,7 @@ def check_attention(group):
 def check_bits(group):
     """The same run after run."""
     arguments = make(testing.Maker(torch.bfloat16, torch.device("cpu"), 5), **SHORT, sink=True, causal=True)
-    for method in ("ring", "gather"):
+    for method in METHODS:
         found = []
         for _ in range(2):
             leaves = {n: x.clone().requires_grad_() for n, x in arguments.items() if isinstance(x, torch.Tensor)}
@@ -229,11 +271,17 @@ def check_refusals(group, rank, ranks):
     refused(ValueError, ["gradient"], attention(x.clone().requires_grad_(last)))
     refused(ValueError, ["lengths", "shard"], attention(x[:, :, :1] if last else x))
     refused(ValueError, ["method is 'star'"], attention(method="star"))
-    refused(NotImplementedError if last else ValueError, ["mask"], attention(mask=torch.ones(1) if last else None))
+    refused(TypeError if last else ValueError, ["mask"], attention(mask=torch.ones(1) if last else None))
     refused(ValueError, ["window"], attention(window=(-3, 0) if last else None))
-    for name in ("mask", "bias", "kv_lengths", "q_lengths", "kv_starts", "dropout_seed"):
-        refused(NotImplementedError, [name], attention(**{name: torch.ones(1)}))
+    total = 4 * ranks
     refused(NotImplementedError, ["dropout"], attention(dropout=0.5))
+    refused(ValueError, ["kv_lengths", "(3,)"], attention(kv_lengths=torch.tensor([3 - last])))
+    refused(ValueError, ["q_lengths[0]", str(total)], attention(q_lengths=torch.tensor([total + 1])))
+    refused(ValueError, ["cu_seqlens", "ends"], attention(cu_seqlens=torch.tensor([0, 3, 2])))
+    refused(ValueError, ["cu_seqlens", "kv_starts"], attention(cu_seqlens=torch.ones(1).int(), kv_starts=torch.ones(1).int()))
+    refused(ValueError, ["mask", f"{total}"], attention(mask=torch.ones(4, 5, dtype=torch.bool)))
+    refused(ValueError, ["shape of bias"], attention(bias=torch.ones(2 - last, 1, total)))
+    refused(ValueError, ["gradient", "bias"], attention(bias=torch.ones(total).requires_grad_(last)))
     refused(TypeError, ["group"], lambda: attend(x, x, x, None))
     decode = hwd.context_parallel_decode
     refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import torch
 
 from headwise import reference as oracle
 from headwise import testing
-from headwise.distributed.blocks import Options, Partial, Plan, pieces, reach
+from headwise.distributed import costs
+from headwise.distributed.blocks import Options, Partial, Plan, Region, Scores, pieces, reach
+from headwise.distributed.shards import Segment, segments
 from headwise.reference.attention import visible_keys
 
 RANK = Path(__file__).with_name("distributed_rank.py")
@@ -53,54 +56,83 @@ def _wait(processes):
         time.sleep(0.1)
 
 
+def plan_of(ranks, queries, keys, layout, left, right, regions=None, packed=False, rank=0):
+    parts = (tuple(segments(total, r, ranks, layout) for r in range(ranks)) for total in (queries, keys))
+    whole = (Region(Segment(0, queries), Segment(0, keys)),)
+    return Plan(rank, *parts, left, right, whole if regions is None else regions, packed)
+
+
 def _random_plan(draw):
-    keys = draw.randrange(0, 30)
+    keys, queries = draw.randrange(0, 30), draw.randrange(0, 30)
     sides = [draw.choice([-1, 0, draw.randrange(12)]) for _ in range(2)]
-    return Plan(0, draw.randrange(1, 6), draw.randrange(0, 30), keys, draw.choice(["zigzag", "contiguous"]), *sides)
+    regions, packed = None, draw.random() < 0.4
+    if packed:
+        queries = keys
+        ends = sorted(draw.randrange(0, keys + 1) for _ in range(draw.randrange(1, 9)))
+        documents = [Segment(*pair) for pair in itertools.pairwise([0, *ends])]
+        regions = tuple(Region(document, document) for document in documents)
+    elif draw.random() < 0.5:
+        stop = draw.randrange(0, keys + 1)
+        regions = (Region(Segment(0, draw.randrange(0, queries + 1)), Segment(draw.randrange(0, stop + 1), stop)),)
+    layout = draw.choice(["zigzag", "contiguous"])
+    return plan_of(draw.randrange(1, 6), queries, keys, layout, *sides, regions, packed)
+
+
+def _sees(plan, i, j):
+    for queries, keys, *_ in plan.regions:
+        if queries.start <= i < queries.stop and keys.start <= j < keys.stop:
+            p = i + keys.stop - queries.stop
+            return (plan.left < 0 or j >= p - plan.left) and (plan.right < 0 or j <= p + plan.right)
+    return False
 
 
 def test_pieces_are_what_can_be_seen():
-    """Every visible pair of a query and a key is in one piece, and no other pair in any."""
+    """Every visible pair of a query and a key is in one piece, and no other pair in any; the cost model counts them."""
     draw = random.Random(0)
     for _ in range(600):
         plan = _random_plan(draw)
+        whole = 0
         for rank in range(plan.ranks):
-            queries = [p for a, b in plan.query_segments(rank) for p in range(a, b)]
+            queries = [i for a, b in plan.of_q[rank] for i in range(a, b)]
             for owner in range(plan.ranks):
-                keys = [j for a, b in plan.key_segments(owner) for j in range(a, b)]
+                keys = [j for a, b in plan.of_k[owner] for j in range(a, b)]
                 seen = torch.zeros(len(queries), len(keys), dtype=torch.int)
-                for rows, columns, (left, right) in pieces(plan, plan.query_segments(rank), plan.key_segments(owner)):
+                for _, rows, columns, of_keys, (left, right) in pieces(plan, plan.of_q[rank], plan.of_k[owner]):
                     part = seen[rows, columns]
                     part += visible_keys(
                         *part.shape, part.shape[0], 0, part.shape[1], -1 if left is None else left,
                         -1 if right is None else right, part.device,
                     )  # fmt: skip
                     assert all(side is None or side >= 0 for side in (left, right))
-                expected = [
-                    [(plan.left < 0 or j >= p - plan.left) and (plan.right < 0 or j <= p + plan.right) for j in keys]
-                    for p in queries
-                ]
+                    assert keys[columns] == list(range(of_keys.start, of_keys.stop))
+                expected = [[_sees(plan, i, j) for j in keys] for i in queries]
                 assert torch.equal(seen, torch.tensor(expected, dtype=torch.int).reshape(seen.shape)), plan
+                whole += int(seen.sum())
+        sizes = costs.Sizes(1, 1, 1, 8, 8, 4)
+        for method in ("ring", "gather"):
+            counted = [costs.cost(method, sizes, plan._replace(rank=r), False).pairs for r in range(plan.ranks)]
+            assert sum(counted) == whole, (method, plan)
 
 
 def test_blocks_go_no_further_than_they_are_seen():
-    assert reach(Plan(0, 4, 40, 40, "contiguous", 3, 0)) == (1, 1, 1, 0)
-    assert reach(Plan(0, 4, 40, 40, "contiguous", 12, 0)) == (2, 2, 1, 0)
-    assert reach(Plan(0, 4, 40, 40, "contiguous", -1, 0)) == (3, 2, 1, 0)
-    assert reach(Plan(0, 4, 40, 40, "zigzag", -1, 0)) == (3, 3, 3, 3)
-    assert reach(Plan(0, 4, 40, 40, "contiguous", 0, 0)) == (0, 0, 0, 0)
+    assert reach(plan_of(4, 40, 40, "contiguous", 3, 0)) == (1, 1, 1, 0)
+    assert reach(plan_of(4, 40, 40, "contiguous", 12, 0)) == (2, 2, 1, 0)
+    assert reach(plan_of(4, 40, 40, "contiguous", -1, 0)) == (3, 2, 1, 0)
+    assert reach(plan_of(4, 40, 40, "zigzag", -1, 0)) == (3, 3, 3, 3)
+    assert reach(plan_of(4, 40, 40, "contiguous", 0, 0)) == (0, 0, 0, 0)
+    documents = tuple(Region(s, s) for s in (Segment(0, 15), Segment(15, 20), Segment(20, 40)))
+    assert reach(plan_of(4, 40, 40, "contiguous", -1, 0, documents, packed=True)) == (1, 0, 1, 0)
 
 
 def test_partial_results_are_float32():
     """Of bfloat16 inputs, over many blocks, before the one rounding at the end: as close as float32 attention is."""
     maker = testing.Maker(torch.bfloat16, torch.device("cpu"), 1)
     q, k, v = maker.normal(1, 4, 96, 16), maker.normal(1, 2, 96, 16), maker.normal(1, 2, 96, 16)
-    plan = Plan(0, 1, 96, 96, "contiguous", -1, 0)
-    partial = Partial(q, 16, None)
+    plan = plan_of(1, 96, 96, "contiguous", -1, 0)
+    partial = Partial(plan, q, 16, None, Scores(), Options(0.25, None, True, None), merges=True)
     for start in range(0, 96, 6):
-        block = (plan.key_segments(0)[0]._replace(start=start, stop=start + 6),)
-        todo = pieces(plan, plan.query_segments(0), block)
-        partial.add(todo, k[:, :, start : start + 6], v[:, :, start : start + 6], Options(0.25, None, True, None))
+        todo = pieces(plan, plan.of_q[0], (Segment(start, start + 6),))
+        partial.add(todo, k[:, :, start : start + 6], v[:, :, start : start + 6])
     truth, plain = (
         oracle.attention(*(x.to(to) for x in (q, k, v)), causal=True)[0] for to in (torch.float64, torch.float32)
     )

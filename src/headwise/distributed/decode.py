@@ -43,7 +43,7 @@ def context_parallel_decode(
         }  # fmt: skip
         return Description(same, (k_cache.shape[2],))
 
-    rooms = [room for (room,) in agree(OP, peers, check)]
+    rooms = [room for (room,) in agree(peers, check)]
     # Float32 partials, as in `blocks`.
     dtype = memory.statistics_dtype(q.dtype)
     queries, k, v = ((q[:, :, None] if q.dim() == 3 else q).to(dtype), k_cache.to(dtype), v_cache.to(dtype))
@@ -63,7 +63,7 @@ def context_parallel_decode(
     mine = queries.new_zeros(shape)
     for row, (out, lse) in enumerate(parts):
         mine[:, :, row, :-1], mine[:, :, row, -1] = out, lse
-    gathered = [x.view(shape) for x in gather(peers, mine.reshape(-1), [mine.numel()] * peers.ranks)]
+    gathered = [x.view(shape) for x in gather(peers, mine.reshape(-1), [mine.numel()] * peers.ranks, "merging parts")]
     outs, lses = [x[..., :-1].contiguous() for x in gathered], [x[..., -1].contiguous() for x in gathered]
     if sink is not None:  # an empty part with the sink in its denominator: counted once
         outs.append(torch.zeros_like(outs[0]))

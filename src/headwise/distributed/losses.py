@@ -53,7 +53,7 @@ def vocabulary_parallel_cross_entropy(
         }  # fmt: skip
         return Description(same, (logits.shape[-1],))
 
-    widths = tuple(width for (width,) in agree(OP, peers, check))
+    widths = tuple(width for (width,) in agree(peers, check))
     rows = logits.reshape(-1, logits.shape[-1])
     losses: Tensor = _Loss.apply(rows, targets.reshape(-1).long(), _Classes(peers, widths, ignore_index))
     if reduction == "none":
@@ -92,7 +92,7 @@ class _Loss(torch.autograd.Function):
         for rows in _chunks(logits):
             mine[0, rows] = logits[rows].to(dtype).logsumexp(-1)
         mine[1] = torch.where(here, logits.gather(1, own[:, None])[:, 0].to(dtype), 0.0)
-        parts = gather(classes.peers, mine.reshape(-1), [2 * count] * classes.peers.ranks)
+        parts = gather(classes.peers, mine.reshape(-1), [2 * count] * classes.peers.ranks, "merging parts")
         lses, found = torch.stack(parts).view(-1, 2, count).unbind(1)
         lse = lses.logsumexp(0)
         ignored = targets == classes.ignore_index
