@@ -5,6 +5,7 @@ Every rank makes the whole inputs, cuts out its shards, and compares the results
 
 from __future__ import annotations
 
+import itertools
 import sys
 from datetime import timedelta
 from functools import partial
@@ -131,7 +132,9 @@ def reference(arguments):
         return {"out": out, "lse": lse}
     ends = arguments["cu_seqlens"]
     found = [
-        oracle.attention_varlen(*(x.transpose(0, 1) for x in entry), ends, ends, 99, 99, sink=arguments["sink"], **flags)
+        oracle.attention_varlen(
+            *(x.transpose(0, 1) for x in entry), ends, ends, 99, 99, sink=arguments["sink"], **flags
+        )
         for entry in zip(q, k, v, strict=True)
     ]
     out, lse = (torch.stack(x) for x in zip(*found, strict=True))
@@ -184,29 +187,43 @@ def check_shards(group, rank, ranks):
     assert eight.tolist() == [2 * rank, 2 * rank + 1, last - 2, last - 1]
 
 
+def paged(cache, page_size, generator):
+    """Pages in any order, some of them nobody's, and the table that finds them."""
+    batch, heads, room, dim = cache.shape
+    count = room // page_size
+    order = torch.randperm(batch * count + 3, generator=generator)[: batch * count]
+    pages = torch.full((batch * count + 3, heads, page_size, dim), torch.nan, dtype=cache.dtype)
+    pages[order] = cache.unflatten(2, (count, page_size)).transpose(1, 2).flatten(0, 1)
+    return pages, order.view(batch, count).int()
+
+
 def check_decode(group, rank, ranks):
-    rooms = [7 + 5 * r for r in range(ranks)]
+    rooms = [8 + 4 * r for r in range(ranks)]
     start, total = sum(rooms[:rank]), sum(rooms)
-    for dtype in (torch.float32, torch.bfloat16):
-        for queries in (None, 1, 3):
-            for window, sink in ((None, False), ((4, 0), True)):
-                maker = testing.Maker(dtype, torch.device("cpu"), 3)
-                q = maker.normal(4, 6, *([] if queries is None else [queries]), 16)
-                k, v = maker.normal(4, 2, total, 16), maker.normal(4, 2, total, 8)
-                lengths = torch.tensor([total, 0, 8, total - 3])
-                flags = {"window": window, "sink": maker.normal(6) if sink else None}
-                caches = (x[:, :, start : start + rooms[rank]] for x in (k, v))
-                found = hwd.context_parallel_decode(q, *caches, lengths, group, return_lse=True, **flags)
-                inputs = {"q": q, "k_cache": k, "v_cache": v, "lengths": lengths, **flags}
-                versions = [
-                    oracle.attention_decode(**testing.upcast(inputs, to))
-                    for to in (torch.float64, dtype, torch.float32)
-                ]  # fmt: skip
-                plain = versions[1][0], versions[2][1]
-                for name, ours, truth, other in zip(("out", "lse"), found, versions[0], plain, strict=True):
-                    error = testing.compare(name, ours, truth, other)
-                    assert error.ok, f"decode, {dtype}, {queries}, {window}: {error}"
-                assert found[0].dtype == dtype
+    for number, (dtype, queries, (window, sink)) in enumerate(
+        itertools.product((torch.float32, torch.bfloat16), (None, 1, 3), ((None, False), ((4, 0), True)))
+    ):
+        maker = testing.Maker(dtype, torch.device("cpu"), 3)
+        q = maker.normal(4, 6, *([] if queries is None else [queries]), 16)
+        k, v = maker.normal(4, 2, total, 16), maker.normal(4, 2, total, 8)
+        lengths = torch.tensor([total, 0, 8, total - 3])
+        flags = {"window": window, "sink": maker.normal(6) if sink else None}
+        if number % 2:
+            flags["kv_starts"] = torch.tensor([0, 0, 6, 15])
+        caches, where = [x[:, :, start : start + rooms[rank]] for x in (k, v)], {}
+        if number % 3:
+            tables = [paged(x, 4, torch.Generator().manual_seed(rank)) for x in caches]
+            caches, where = [pages for pages, _ in tables], {"block_table": tables[0][1]}
+        found = hwd.context_parallel_decode(q, *caches, lengths, group, return_lse=True, **flags, **where)
+        inputs = {"q": q, "k_cache": k, "v_cache": v, "lengths": lengths, **flags}
+        versions = [
+            oracle.attention_decode(**testing.upcast(inputs, to)) for to in (torch.float64, dtype, torch.float32)
+        ]
+        plain = versions[1][0], versions[2][1]
+        for name, ours, truth, other in zip(("out", "lse"), found, versions[0], plain, strict=True):
+            error = testing.compare(name, ours, truth, other)
+            assert error.ok, f"decode, {dtype}, {queries}, {flags}, {where}: {error}"
+        assert found[0].dtype == dtype
 
 
 def make_loss(maker, *, rows, classes, reduction):
@@ -278,7 +295,11 @@ def check_refusals(group, rank, ranks):
     refused(ValueError, ["kv_lengths", "(3,)"], attention(kv_lengths=torch.tensor([3 - last])))
     refused(ValueError, ["q_lengths[0]", str(total)], attention(q_lengths=torch.tensor([total + 1])))
     refused(ValueError, ["cu_seqlens", "ends"], attention(cu_seqlens=torch.tensor([0, 3, 2])))
-    refused(ValueError, ["cu_seqlens", "kv_starts"], attention(cu_seqlens=torch.ones(1).int(), kv_starts=torch.ones(1).int()))
+    refused(
+        ValueError,
+        ["cu_seqlens", "kv_starts"],
+        attention(cu_seqlens=torch.ones(1).int(), kv_starts=torch.ones(1).int()),
+    )
     refused(ValueError, ["mask", f"{total}"], attention(mask=torch.ones(4, 5, dtype=torch.bool)))
     refused(ValueError, ["shape of bias"], attention(bias=torch.ones(2 - last, 1, total)))
     refused(ValueError, ["gradient", "bias"], attention(bias=torch.ones(total).requires_grad_(last)))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,8 @@ def context_parallel_attention(
         return _of_dtensors(q, k, v, group, layout or "contiguous", arguments)
     layout = layout or "zigzag"
     peers = peers_of(OP, group)
-    scores, lengths = {"mask": mask, "bias": bias}, {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "kv_starts": kv_starts}
+    scores = {"mask": mask, "bias": bias}
+    lengths = {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "kv_starts": kv_starts}
     flags: list[_arguments.Flags] = []
     values: dict[str, tuple[int, ...]] = {}
 
@@ -89,9 +91,8 @@ def context_parallel_attention(
     options = Options(flags[0].scale, flags[0].softcap or None, flags[0].deterministic, backend)
     if method == "auto":
         needed = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        method = costs.choose(costs.Sizes.of(q, k, v), plan, costs.machine_of(q.device), needed, scores=any(
-            x is not None for x in scores.values()
-        ))  # fmt: skip
+        scored = any(x is not None for x in scores.values())
+        method = costs.choose(costs.Sizes.of(q, k, v), plan, costs.machine_of(q.device), needed, scored)
     call = ring.Call(peers, plan, options, method)
     if method == "ulysses":
         given = {name: x for name, x in lengths.items() if x is not None}
@@ -193,12 +194,14 @@ def _regions(batch: int, queries: int, keys: int, values: dict[str, tuple[int, .
     if "cu_seqlens" in values:
         offsets = values["cu_seqlens"]
         if queries != keys:
-            raise ValueError(f"{OP}: cu_seqlens is given with {queries} queries and {keys} keys; they need to be as many")
+            raise ValueError(
+                f"{OP}: cu_seqlens is given with {queries} queries and {keys} keys; they need to be as many"
+            )
         if not offsets or offsets[0] != 0 or list(offsets) != sorted(offsets) or offsets[-1] > keys:
             raise ValueError(
                 f"{OP}: cu_seqlens is {list(offsets)}; it needs 0, then where each document ends, {keys} at most"
             )
-        documents = (Segment(*ends) for ends in zip(offsets, offsets[1:], strict=False))
+        documents = (Segment(*ends) for ends in itertools.pairwise(offsets))
         return tuple(Region(document, document) for document in documents)
     if not values:
         return (Region(Segment(0, queries), Segment(0, keys)),)
@@ -219,7 +222,8 @@ def _describe(
     backend: str | None,
 ) -> Description:  # fmt: skip
     tensors = {"q": q, "k": k, "v": v, "sink": sink, "bias": scores["bias"]}
-    needed = tuple(name for name, x in tensors.items() if x is not None and x.requires_grad) if torch.is_grad_enabled() else ()
+    enabled = torch.is_grad_enabled()
+    needed = tuple(name for name, x in tensors.items() if enabled and x is not None and x.requires_grad)
     same: dict[str, Any] = {
         "B, Hq, D": (*q.shape[:2], q.shape[3]), "Hk, Dv": (k.shape[1], v.shape[3]), "dtype": str(q.dtype),
         "device": q.device.type, "sink": None if sink is None else str(sink.dtype), "method": method, "layout": layout,

@@ -1,4 +1,4 @@
-"""What context parallelism costs, on paper: bytes, messages and arithmetic of each method, and the time they take on a machine.
+"""What context parallelism costs, on paper: bytes, messages and arithmetic of each method, and the time they take.
 
 Bytes are those that a rank sends, of one call of `context_parallel_attention`, forward and (with a gradient) backward. The
 model counts what has to be sent, from the same plan that the call follows: a ring whose blocks go only as far as they are

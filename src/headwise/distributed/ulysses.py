@@ -1,10 +1,10 @@
 """Attention with heads exchanged for sequence: an all-to-all before it and one after it (Jacobs et al., "DeepSpeed Ulysses:
 System Optimizations for Enabling Training of Extreme Long Sequence Transformer Models", 2023).
 
-Between the two a rank has the whole sequence of some heads, so it is one ordinary call of `attention` or `attention_varlen`.
-Rank r computes query heads ``r · Hq // ranks`` to ``(r + 1) · Hq // ranks`` and gets the key heads that those read. A key head
-that is read on several ranks is sent to each of them (fewer key heads than ranks), and its gradients are summed at home in
-float32, in the order of the ranks.
+Between the two a rank has the whole sequence of some heads, so it is one ordinary call of `attention` or of
+`attention_varlen`. Rank r computes query heads ``r · Hq // ranks`` to ``(r + 1) · Hq // ranks`` and gets the key heads that
+those read. A key head that is read on several ranks is sent to each of them (fewer key heads than ranks), and its gradients
+are summed at home in float32, in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -127,7 +127,10 @@ def _to_heads(
     rank = peers.rank
     sent = [_bytes([x[:, a:b] for x, (a, b) in zip(xs, heads, strict=True)]) for heads in whose]
     shapes = [
-        [(x.shape[0], b - a, _length(part[r]), x.shape[3]) for x, (a, b), part in zip(xs, whose[rank], parts, strict=True)]
+        [
+            (x.shape[0], b - a, _length(part[r]), x.shape[3])
+            for x, (a, b), part in zip(xs, whose[rank], parts, strict=True)
+        ]
         for r in range(peers.ranks)
     ]
     received = _received(peers, sent, shapes, xs, "the exchange of sequence for heads")
@@ -170,7 +173,11 @@ def _bytes(xs: Sequence[Tensor]) -> Tensor:
 
 
 def _received(
-    peers: Peers, sent: Sequence[Tensor], shapes: Sequence[Sequence[tuple[int, ...]]], like: Sequence[Tensor], phase: str
+    peers: Peers,
+    sent: Sequence[Tensor],
+    shapes: Sequence[Sequence[tuple[int, ...]]],
+    like: Sequence[Tensor],
+    phase: str,
 ) -> list[list[Tensor]]:
     """From every rank, tensors of these shapes and of the dtypes of ``like``, the wider dtypes first."""
     sizes = [[torch.Size(shape).numel() * x.element_size() for shape, x in zip(of, like, strict=True)] for of in shapes]
