@@ -226,37 +226,61 @@ def check_decode(group, rank, ranks):
         assert found[0].dtype == dtype
 
 
-def make_loss(maker, *, rows, classes, reduction):
-    logits, targets = maker.normal(2, rows, classes, scale=4.0), maker.integers(0, classes, 2, rows)
+def make_loss(maker, *, rows, classes, hidden=None, bias=False, weights=False, **options):
+    targets = maker.integers(0, classes, 2, rows)
     targets[:, 1::5] = -100
     targets[0, :1] = classes - 1
-    return {"logits": logits, "targets": targets, "reduction": reduction}
+    found = {"targets": targets, **options}
+    if hidden is None:
+        found["logits"] = maker.normal(2, rows, classes, scale=4.0)
+    else:
+        found |= {"hidden": maker.normal(2, rows, hidden), "weight": maker.normal(classes, hidden)}
+        found["bias"] = maker.normal(classes) if bias else None
+        found["token_weights"] = maker.normal(2, rows, dtype=torch.float32).abs() if weights else None
+    return found
 
 
 def run_loss(group, rank, ranks, arguments, backend):
-    logits = arguments["logits"]
+    arguments = dict(arguments)
+    classes = arguments["logits"].shape[-1] if "logits" in arguments else arguments["weight"].shape[0]
     widths = [3 + r for r in range(ranks - 1)]
-    widths.append(logits.shape[-1] - sum(widths))
-    # The gradient of the whole: each rank's lies in its own columns, the others are zero.
-    own = OnAll.apply(logits, group).split(widths, -1)[rank]
-    loss = hwd.vocabulary_parallel_cross_entropy(own, arguments["targets"], group, reduction=arguments["reduction"])
-    return {"loss": loss}
+    widths.append(classes - sum(widths))
+    # The gradient of the whole: each rank's lies in its own classes, the others are zero.
+    for name, dim in (("logits", -1), ("weight", 0), ("bias", 0)):
+        if arguments.get(name) is not None:
+            arguments[name] = OnAll.apply(arguments[name], group).split(widths, dim)[rank]
+    run = hwd.vocabulary_parallel_linear_cross_entropy if "hidden" in arguments else hwd.vocabulary_parallel_cross_entropy
+    return {"loss": run(**arguments, group=group)}
 
 
 def reference_loss(arguments):
-    return {"loss": oracle.cross_entropy(**arguments)}
+    run = oracle.linear_cross_entropy if "hidden" in arguments else oracle.cross_entropy
+    return {"loss": run(**arguments)}
+
+
+LOSSES = {
+    "mean": {"reduction": "mean"},
+    "sum, softcap": {"reduction": "sum", "softcap": 3.0},
+    "none, smoothing, z-loss": {"reduction": "none", "label_smoothing": 0.1, "z_loss": 1e-2},
+    "linear, mean": {"hidden": 24, "reduction": "mean"},
+    "linear, everything": {
+        "hidden": 24, "reduction": "mean", "bias": True, "weights": True, "label_smoothing": 0.1, "z_loss": 1e-2,
+        "softcap": 5.0,
+    },
+    "linear, none": {"hidden": 24, "reduction": "none", "weights": True},
+}  # fmt: skip
 
 
 def check_loss(group, rank, ranks):
-    for reduction in ("mean", "sum", "none"):
-        case = testing.Case(reduction, {"rows": 37, "classes": 101, "reduction": reduction})
+    for name, params in LOSSES.items():
+        case = testing.Case(name, {"rows": 37, "classes": 101, **params})
         suite = testing.Suite(
             "vocabulary_parallel_cross_entropy", (case,), make_loss, partial(run_loss, group, rank, ranks),
-            reference_loss, differentiable=("logits",),
+            reference_loss, differentiable=("logits", "hidden", "weight", "bias"),
         )  # fmt: skip
         for dtype in (torch.float32, torch.bfloat16):
             for error in testing.measure(suite, case, dtype=dtype):
-                assert error.ok, f"loss, {reduction}, {dtype}: {error}"
+                assert error.ok, f"loss, {name}, {dtype}: {error}"
     logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     loss = hwd.vocabulary_parallel_cross_entropy(logits, torch.tensor([-100, 5 * ranks, 2]), group, reduction="none")
     loss.sum().backward()

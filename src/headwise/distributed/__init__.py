@@ -2,10 +2,11 @@
 
 from headwise.distributed.attention import context_parallel_attention
 from headwise.distributed.decode import context_parallel_decode
-from headwise.distributed.losses import vocabulary_parallel_cross_entropy
+from headwise.distributed.groups import RankLostError
+from headwise.distributed.losses import vocabulary_parallel_cross_entropy, vocabulary_parallel_linear_cross_entropy
 from headwise.distributed.shards import shard, shard_positions, unshard
 
 __all__ = [
-    "context_parallel_attention", "context_parallel_decode", "shard", "shard_positions", "unshard",
-    "vocabulary_parallel_cross_entropy",
+    "RankLostError",    "context_parallel_attention", "context_parallel_decode", "shard", "shard_positions", "unshard",
+    "vocabulary_parallel_cross_entropy", "vocabulary_parallel_linear_cross_entropy",
 ]  # fmt: skip
