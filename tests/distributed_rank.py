@@ -5,8 +5,13 @@ Every rank makes the whole inputs, cuts out its shards, and compares the results
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import os
+import socket
+import struct
 import sys
+import time
 from datetime import timedelta
 from functools import partial
 
@@ -19,6 +24,7 @@ import headwise.distributed as hwd
 from headwise import reference as oracle
 from headwise import testing
 from headwise.cases import attention as attention_cases
+from headwise.distributed import blocks, costs, shards
 
 SHORT = {"B": 2, "Hq": 4, "Hk": 2, "Sq": 67, "Sk": 67, "D": 16, "Dv": 16}
 FLAGS = ("causal", "window", "softcap", "scale", "kv_lengths", "q_lengths", "kv_starts")
@@ -342,19 +348,84 @@ def check_refusals(group, rank, ranks):
     refused(ValueError, ["2 dimensions"], lambda: attend(x, x, x, init_device_mesh("cpu", (1, ranks))))
 
 
+def sent_bytes():
+    """By all TCP connections of this process, as the kernel has counted them."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        except OSError:  # closed meanwhile, or no TCP
+            continue
+        total += struct.unpack_from("Q", info, 120)[0]  # tcpi_bytes_acked
+    return total
+
+
+BYTES = {
+    "causal": {"left": -1, "right": 0},
+    "window": {"left": 200, "right": 0, "layout": "contiguous"},
+    "documents": {"left": -1, "right": 0, "layout": "contiguous", "documents": 5},
+    "few key heads": {"left": -1, "right": -1, "Hk": 1},
+}
+
+
+def counted(run):
+    dist.barrier()
+    before = sent_bytes()
+    run()
+    dist.barrier()
+    time.sleep(0.05)  # until the last of it is acknowledged
+    return sent_bytes() - before
+
+
+def check_bytes(group, rank, ranks):
+    """What the sockets have sent is what the cost model says, within 5 %."""
+    length, heads, dim = 256 * ranks, 8, 32
+    few = torch.randn(1, 1, 1, 1)
+    told = counted(lambda: hwd.context_parallel_attention(few, few, few, group, method="gather", layout="contiguous"))
+    for name, how in BYTES.items():
+        params = {"layout": "zigzag", "Hk": 4, "documents": 0, **how}
+        sides = tuple(None if side < 0 else side for side in (how["left"], how["right"]))
+        ends = [n * length // params["documents"] for n in range(params["documents"] + 1)] if params["documents"] else None
+        q, k, v = (torch.randn(1, h, length, dim) for h in (heads, params["Hk"], params["Hk"]))
+        q, k, v = (hwd.shard(x, group, dim=2, layout=params["layout"]).requires_grad_() for x in (q, k, v))
+        parts = tuple(shards.segments(length, r, ranks, params["layout"]) for r in range(ranks))
+        documents = [shards.Segment(*pair) for pair in itertools.pairwise(ends or [0, length])]
+        regions = tuple(blocks.Region(part, part) for part in documents)
+        plan = blocks.Plan(rank, parts, parts, how["left"], how["right"], regions, ends is not None)
+        flags = {
+            "layout": params["layout"], "window": sides, "cu_seqlens": None if ends is None else torch.tensor(ends)
+        }  # fmt: skip
+
+        def run(method, gradient, q=q, k=k, v=v, flags=flags):
+            with torch.set_grad_enabled(gradient):
+                out = hwd.context_parallel_attention(q, k, v, group, method=method, **flags)
+                if gradient:
+                    out.sum().backward()
+
+        for method, gradient in itertools.product(METHODS, (False, True)):
+            sent = counted(partial(run, method, gradient)) - told
+            modelled = costs.cost(method, costs.Sizes.of(q, k, v), plan, gradient).sent
+            assert abs(sent - modelled) <= 0.05 * modelled + 500 * ranks, (name, method, gradient, sent, modelled)
+
+
+CHECKS = (check_shards, check_attention, check_bits, check_decode, check_loss, check_refusals, check_bytes)
+
+
 def main():
-    rank, ranks, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    """``python distributed_rank.py RANK RANKS FILE [name of a check …]``"""
+    rank, ranks, path, *names = sys.argv[1:]
+    rank, ranks = int(rank), int(ranks)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{path}", rank=rank, world_size=ranks, timeout=timedelta(seconds=100)
     )
-    group = dist.group.WORLD
-    check_shards(group, rank, ranks)
-    check_attention(group)
-    check_bits(group)
-    check_decode(group, rank, ranks)
-    check_loss(group, rank, ranks)
-    check_refusals(group, rank, ranks)
+    known = {"group": dist.group.WORLD, "rank": rank, "ranks": ranks}
+    for check in CHECKS:
+        if not names or check.__name__ in names:
+            check(**{name: known[name] for name in inspect.signature(check).parameters})
     dist.barrier()
     dist.destroy_process_group()
     print("all checks ran")

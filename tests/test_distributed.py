@@ -25,11 +25,20 @@ SECONDS = 120
 
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_agree_with_the_oracle(ranks, tmp_path):
-    """`distributed_rank.main` in every process: attention with gradients, decoding, shards, refusals."""
-    logs = [tmp_path / f"rank{rank}" for rank in range(ranks)]
+    """`distributed_rank.main` in every process: attention with gradients, decoding, losses, shards, refusals, bytes."""
+    _run(ranks, tmp_path)
+
+
+@pytest.mark.slow
+def test_bytes_of_eight_ranks(tmp_path):
+    _run(8, tmp_path, "check_bytes")
+
+
+def _run(ranks, folder, *names):
+    logs = [folder / f"rank{rank}" for rank in range(ranks)]
     processes = []
     for rank, log in enumerate(logs):
-        command = [sys.executable, "-W", "error", str(RANK), str(rank), str(ranks), str(tmp_path / "meeting")]
+        command = [sys.executable, "-W", "error", str(RANK), str(rank), str(ranks), str(folder / "meeting"), *names]
         with log.open("w") as file:
             processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
     try:
