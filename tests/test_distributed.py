@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from distributed_faults import GRACE, PHASES, TIMEOUT, WAYS
 
 from headwise import reference as oracle
 from headwise import testing
@@ -20,6 +22,7 @@ from headwise.distributed.shards import Segment, segments
 from headwise.reference.attention import visible_keys
 
 RANK = Path(__file__).with_name("distributed_rank.py")
+FAULTS = Path(__file__).with_name("distributed_faults.py")
 SECONDS = 120
 
 
@@ -50,6 +53,23 @@ def _run(ranks, folder, *names):
     said = "\n".join(f"--- rank {rank}\n{log.read_text()}" for rank, log in enumerate(logs))
     assert [process.returncode for process in processes] == [0] * ranks, said
     assert said.count("all checks ran") == ranks, said
+
+
+def test_a_lost_rank_is_an_error_on_the_others(tmp_path):
+    """Raised, killed with -9 or hanging, in every phase: no hang, no wrong number, one kind of error that names the phase."""
+    command = [sys.executable, "-W", "error", str(FAULTS), str(tmp_path)]
+    begun = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert (done.returncode, done.stdout) == (0, "0 processes had to be killed\n"), done.stdout + done.stderr
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    expected = {(*phase, way, rank) for phase in PHASES for way in WAYS for rank in (0, 2)}
+    assert {(r["what"], r["phase"], r["way"], r["rank"]) for r in results} == expected
+    for result in results:
+        assert result["right"] == [True], result
+        assert result["error"].startswith("RankLostError: "), result
+        assert "got no answer in" in result["error"], result
+        assert result["seconds"] < TIMEOUT + GRACE, result
+    assert time.monotonic() - begun < SECONDS
 
 
 def _wait(processes):
