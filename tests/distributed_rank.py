@@ -255,7 +255,9 @@ def run_loss(group, rank, ranks, arguments, backend):
     for name, dim in (("logits", -1), ("weight", 0), ("bias", 0)):
         if arguments.get(name) is not None:
             arguments[name] = OnAll.apply(arguments[name], group).split(widths, dim)[rank]
-    run = hwd.vocabulary_parallel_linear_cross_entropy if "hidden" in arguments else hwd.vocabulary_parallel_cross_entropy
+    run = (
+        hwd.vocabulary_parallel_linear_cross_entropy if "hidden" in arguments else hwd.vocabulary_parallel_cross_entropy
+    )
     return {"loss": run(**arguments, group=group)}
 
 
@@ -388,7 +390,9 @@ def check_bytes(group, rank, ranks):
     for name, how in BYTES.items():
         params = {"layout": "zigzag", "Hk": 4, "documents": 0, **how}
         sides = tuple(None if side < 0 else side for side in (how["left"], how["right"]))
-        ends = [n * length // params["documents"] for n in range(params["documents"] + 1)] if params["documents"] else None
+        ends = (
+            [n * length // params["documents"] for n in range(params["documents"] + 1)] if params["documents"] else None
+        )
         q, k, v = (torch.randn(1, h, length, dim) for h in (heads, params["Hk"], params["Hk"]))
         q, k, v = (hwd.shard(x, group, dim=2, layout=params["layout"]).requires_grad_() for x in (q, k, v))
         parts = tuple(shards.segments(length, r, ranks, params["layout"]) for r in range(ranks))
@@ -414,7 +418,7 @@ def check_bytes(group, rank, ranks):
 CHECKS = (check_shards, check_attention, check_bits, check_decode, check_loss, check_refusals, check_bytes)
 
 
-def main():
+def main(checks=CHECKS):
     """``python distributed_rank.py RANK RANKS FILE [name of a check …]``"""
     rank, ranks, path, *names = sys.argv[1:]
     rank, ranks = int(rank), int(ranks)
@@ -423,7 +427,7 @@ def main():
         "gloo", init_method=f"file://{path}", rank=rank, world_size=ranks, timeout=timedelta(seconds=100)
     )
     known = {"group": dist.group.WORLD, "rank": rank, "ranks": ranks}
-    for check in CHECKS:
+    for check in checks:
         if not names or check.__name__ in names:
             check(**{name: known[name] for name in inspect.signature(check).parameters})
     dist.barrier()

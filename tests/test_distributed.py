@@ -22,6 +22,7 @@ from headwise.distributed.shards import Segment, segments
 from headwise.reference.attention import visible_keys
 
 RANK = Path(__file__).with_name("distributed_rank.py")
+MODELS = Path(__file__).with_name("distributed_models.py")
 FAULTS = Path(__file__).with_name("distributed_faults.py")
 SECONDS = 120
 
@@ -37,11 +38,11 @@ def test_bytes_of_eight_ranks(tmp_path):
     _run(8, tmp_path, "check_bytes")
 
 
-def _run(ranks, folder, *names):
+def _run(ranks, folder, *names, script=RANK):
     logs = [folder / f"rank{rank}" for rank in range(ranks)]
     processes = []
     for rank, log in enumerate(logs):
-        command = [sys.executable, "-W", "error", str(RANK), str(rank), str(ranks), str(folder / "meeting"), *names]
+        command = [sys.executable, "-W", "error", str(script), str(rank), str(ranks), str(folder / "meeting"), *names]
         with log.open("w") as file:
             processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
     try:
@@ -53,6 +54,11 @@ def _run(ranks, folder, *names):
     said = "\n".join(f"--- rank {rank}\n{log.read_text()}" for rank, log in enumerate(logs))
     assert [process.returncode for process in processes] == [0] * ranks, said
     assert said.count("all checks ran") == ranks, said
+
+
+def test_models_over_ranks(tmp_path):
+    """`distributed_models`: headwise.nn and Transformers, DDP, FSDP2, checkpointing, torch.compile, DTensor."""
+    _run(2, tmp_path, script=MODELS)
 
 
 def test_a_lost_rank_is_an_error_on_the_others(tmp_path):

@@ -277,9 +277,7 @@ def _threads(recipe: Recipe) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _train(
-    training: Training, backend: str, folder: Path, stop: StopRequest, teller: _Teller, ranks: Ranks
-) -> None:
+def _train(training: Training, backend: str, folder: Path, stop: StopRequest, teller: _Teller, ranks: Ranks) -> None:
     path = folder / record.CHECKPOINT
     saved_step, saved_at = training.step, time.monotonic()
 

@@ -8,8 +8,14 @@ from headwise.distributed.models import context_parallel, sum_gradients
 from headwise.distributed.shards import shard, shard_positions, unshard
 
 __all__ = [
-    "RankLostError", "context_parallel", "sum_gradients",
-        "context_parallel_attention", "context_parallel_decode",
-    "shard", "shard_positions", "unshard",
-    "vocabulary_parallel_cross_entropy", "vocabulary_parallel_linear_cross_entropy",
+    "RankLostError",
+    "context_parallel",
+    "context_parallel_attention",
+    "context_parallel_decode",
+    "shard",
+    "shard_positions",
+    "sum_gradients",
+    "unshard",
+    "vocabulary_parallel_cross_entropy",
+    "vocabulary_parallel_linear_cross_entropy",
 ]  # fmt: skip

@@ -85,7 +85,9 @@ def vocabulary_parallel_linear_cross_entropy(
             _checks.floating(LINEAR, "token_weights", token_weights)
             _checks.shape(LINEAR, "token_weights", token_weights, targets.shape, "the shape of targets")
             if token_weights.requires_grad:
-                raise NotImplementedError(f"{LINEAR}: token_weights requires a gradient, and there is none across ranks")
+                raise NotImplementedError(
+                    f"{LINEAR}: token_weights requires a gradient, and there is none across ranks"
+                )
         _check_targets(LINEAR, "hidden", hidden, targets)
         needed = tuple(x is not None and x.requires_grad for x in (hidden, weight, bias))
         weighted = None if token_weights is None else str(token_weights.dtype)

@@ -83,7 +83,9 @@ def context_parallel(
         layer.attend = sharding.attend
     counts: list[Tensor] = []
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = dict(zip(("ids", "targets"), args, strict=False)) | kwargs
         for name in ("cache", "lengths"):
             if given.get(name) is not None:

@@ -120,7 +120,9 @@ class Attention(nn.Module):
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int) -> Tensor:
         if self.attend is not None:
-            raise NotImplementedError("Attention: a cache is given, and the sequence is sharded over ranks: remove that first")
+            raise NotImplementedError(
+                "Attention: a cache is given, and the sequence is sharded over ranks: remove that first"
+            )
         if not self.causal:
             raise ValueError("Attention: a cache needs causal=True; earlier tokens would have to be computed again")
         cache.write(layer, k, v)
