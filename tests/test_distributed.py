@@ -62,7 +62,7 @@ def test_models_over_ranks(tmp_path):
 
 
 def test_a_lost_rank_is_an_error_on_the_others(tmp_path):
-    """Raised, killed with -9 or hanging, in every phase: no hang, no wrong number, one kind of error that names the phase."""
+    """Raised, killed with -9 or hanging, in every phase: no hang, no wrong number, one kind of error."""
     command = [sys.executable, "-W", "error", str(FAULTS), str(tmp_path)]
     begun = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)

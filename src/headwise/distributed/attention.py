@@ -127,7 +127,7 @@ def _of_dtensors(
                 raise ValueError(f"{OP}: {name} is a DTensor with placements {x.placements}; it needs (Replicate(),)")
             arguments[name] = x.to_local()
     local = (x.to_local() for x in (q, k, v))
-    found = context_parallel_attention(*local, mesh, layout=layout, **arguments)  # type: ignore[misc]
+    found = context_parallel_attention(*local, mesh, layout=layout, **arguments)
     shape = (*q.shape[:3], v.shape[3])
 
     def whole(x: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -196,10 +196,10 @@ class Partial:
     def add(self, todo: Iterator[Piece], k: Tensor, v: Tensor) -> None:
         for piece in todo:
             rows = piece.batch, ALL, piece.rows
-            seen = (x[piece.batch, :, piece.columns].to(self._q.dtype) for x in (k, v))
+            keys, values = (x[piece.batch, :, piece.columns].to(self._q.dtype) for x in (k, v))
+            flags: dict[str, Any] = {**self._scores.at(piece), **self._options._asdict()}
             out, lse = attention(
-                self._q[rows], *seen, window=piece.window, sink=self._sink, return_lse=True, **self._scores.at(piece),
-                **self._options._asdict(),
+                self._q[rows], keys, values, window=piece.window, sink=self._sink, return_lse=True, **flags
             )  # fmt: skip
             if self._merges:
                 out, lse = merge_attention(

@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
-        return Sizes(*q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.element_size())
+        return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size())
 
     @property
     def statistics(self) -> int:

@@ -11,6 +11,7 @@ has it; with label smoothing (a) a third, the sum of the rank's logits. The grad
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -68,8 +69,9 @@ def vocabulary_parallel_linear_cross_entropy(
     targets        ``(...,)``, and token_weights ``(...,)`` if given: the same on every rank
     other          as in `linear_cross_entropy`
 
-    The gradient of hidden is summed over ranks here, so it is the whole one on every rank; those of weight and bias belong to
-    this rank's classes. The logits are made in chunks of rows, in float32, forward and again backward. Differentiable once.
+    The gradient of hidden is summed over ranks here, so it is the whole one on every rank; those of weight and bias belong
+    to this rank's classes. The logits are made in chunks of rows, in float32, forward and again backward. Differentiable
+    once.
     """
 
     def check() -> dict[str, Any]:
@@ -293,7 +295,7 @@ def _summed(peers: Peers, x: Tensor) -> Tensor:
     """The sum over ranks, on every rank, added in their order: a reduce-scatter and a gather."""
     flat = x.reshape(-1)
     bounds = [rank * flat.numel() // peers.ranks for rank in range(peers.ranks + 1)]
-    sizes = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    sizes = [b - a for a, b in itertools.pairwise(bounds)]
     phase = "the sum of the gradient of hidden"
     own = sum_parts(peers, flat, sizes, phase)
     return torch.cat(gather(peers, own, sizes, phase)).view_as(x)

@@ -61,8 +61,8 @@ def context_parallel(
 ) -> ContextParallel:
     """A `headwise.nn.TransformerLM`, or a module that is called like one, over the ranks of a group.
 
-    model     called with the whole ids ``(B, S)``, or packed ``(T,)``, on every rank; with targets it returns the loss of all
-              of them, else the logits of this rank's tokens (`shard` says which, `unshard` puts them together)
+    model     called with the whole ids ``(B, S)``, or packed ``(T,)``, on every rank; with targets it returns the loss of
+              all of them, else the logits of this rank's tokens (`shard` says which, `unshard` puts them together)
     method, layout   as in `context_parallel_attention`
     averaged  the gradients will be averaged over the same ranks, as DDP and FSDP do, so the loss's gradient is multiplied by
               their number. Without it call `sum_gradients` after the backward

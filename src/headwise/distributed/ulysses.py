@@ -67,12 +67,9 @@ def attend(
     flags = {**call.options._asdict(), "window": (plan.left, plan.right)}
     outs, lses = [], []
     for of_q, of_k in even_groups(mine, keys, q_heads // k_heads):
-        part = {name: x[:, of_q] if x.shape[1] > 1 else x for name, x in scores.items()}
-        run = _packed if cu_seqlens is not None else _dense
-        out, lse = run(
-            q[:, of_q], k[:, of_k], v[:, of_k], cu_seqlens=cu_seqlens,
-            sink=None if own_sink is None else own_sink[of_q], **part, **lengths, **flags,
-        )  # fmt: skip
+        part: dict[str, Any] = {name: x[:, of_q] if x.shape[1] > 1 else x for name, x in scores.items()}
+        part["sink"] = None if own_sink is None else own_sink[of_q]
+        out, lse = _attended(q[:, of_q], k[:, of_k], v[:, of_k], cu_seqlens, **part, **lengths, **flags)
         outs.append(out)
         lses.append(lse)
     out = torch.cat(outs, 1) if outs else q.new_zeros(*q.shape[:3], v.shape[3]) + q.sum() + k.sum() + v.sum()
@@ -86,16 +83,15 @@ def attend(
     return found, lse[..., 0]
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: None, **flags: Any) -> tuple[Tensor, Tensor]:
-    return attention(q, k, v, return_lse=True, **flags)
-
-
-def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **flags: Any) -> tuple[Tensor, Tensor]:
+def _attended(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **flags: Any) -> tuple[Tensor, Tensor]:
+    if cu_seqlens is None:
+        return attention(q, k, v, return_lse=True, **flags)
     longest = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
+    offsets = cu_seqlens, cu_seqlens, longest, longest
     outs, lses = [], []
     for entry in zip(q, k, v, strict=True):
-        rows = (x.transpose(0, 1) for x in entry)  # (S, H, D)
-        out, lse = attention_varlen(*rows, cu_seqlens, cu_seqlens, longest, longest, return_lse=True, **flags)
+        rows, keys, values = (x.transpose(0, 1) for x in entry)  # (S, H, D)
+        out, lse = attention_varlen(rows, keys, values, *offsets, return_lse=True, **flags)
         outs.append(out.transpose(0, 1))
         lses.append(lse)
     return torch.stack(outs), torch.stack(lses)

@@ -65,8 +65,8 @@ def context_parallel(
     """A causal language model of Transformers over the ranks of a process group or of a DeviceMesh of one dimension.
 
     Every rank calls the model with the whole batch: input_ids, labels, a ``(B, S)`` attention_mask, position_ids that may
-    start anew for packed documents (then no model looks past a document's start, also those that by themselves do not read that
-    in position_ids). The loss is that of the whole batch, the same on every rank; the logits are those of this
+    start anew for packed documents (then no token sees past its document's start, also in models that do not read that in
+    position_ids by themselves). The loss is that of the whole batch, the same on every rank; the logits are those of this
     rank's tokens. The gradients of the weights are each rank's part: `headwise.distributed.sum_gradients` makes them whole,
     or ``averaged=True`` where DDP or FSDP average them over the same ranks. ``remove()`` of the result undoes it.
     """
