@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import os
-import socket
-import struct
 import sys
-import time
 from datetime import timedelta
 from functools import partial
 
@@ -23,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import headwise.distributed as hwd
 from headwise import reference as oracle
 from headwise import testing
+from headwise.benchmark.distributed import counted
 from headwise.cases import attention as attention_cases
 from headwise.distributed import blocks, costs, shards
 
@@ -350,36 +347,12 @@ def check_refusals(group, rank, ranks):
     refused(ValueError, ["2 dimensions"], lambda: attend(x, x, x, init_device_mesh("cpu", (1, ranks))))
 
 
-def sent_bytes():
-    """By all TCP connections of this process, as the kernel has counted them."""
-    total = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        except OSError:  # closed meanwhile, or no TCP
-            continue
-        total += struct.unpack_from("Q", info, 120)[0]  # tcpi_bytes_acked
-    return total
-
-
 BYTES = {
     "causal": {"left": -1, "right": 0},
     "window": {"left": 200, "right": 0, "layout": "contiguous"},
     "documents": {"left": -1, "right": 0, "layout": "contiguous", "documents": 5},
     "few key heads": {"left": -1, "right": -1, "Hk": 1},
 }
-
-
-def counted(run):
-    dist.barrier()
-    before = sent_bytes()
-    run()
-    dist.barrier()
-    time.sleep(0.05)  # until the last of it is acknowledged
-    return sent_bytes() - before
 
 
 def check_bytes(group, rank, ranks):

@@ -159,6 +159,36 @@ def test_blocks_go_no_further_than_they_are_seen():
     assert reach(plan_of(4, 40, 40, "contiguous", -1, 0, documents, packed=True)) == (1, 0, 1, 0)
 
 
+def test_the_cost_model_in_closed_form():
+    for ranks, method, gradient in itertools.product((2, 4, 8), costs.METHODS, (False, True)):
+        sizes = costs.Sizes(2, 8, 4, 16, 24, 2)
+        plan = plan_of(ranks, 64, 64, "zigzag", -1, 0)
+        assert costs.cost(method, sizes, plan, gradient) == costs.of_causal(method, sizes, 64, ranks, gradient)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 64])
+def test_zigzag_shards_of_causal_attention_are_balanced(ranks):
+    """Within 10 %; contiguous ones are not."""
+    for layout, balanced in (("zigzag", True), ("contiguous", False)):
+        plan = plan_of(ranks, 40 * ranks + 7, 40 * ranks + 7, layout, -1, 0)
+        sizes = costs.Sizes(1, 1, 1, 8, 8, 4)
+        pairs = [costs.cost("ring", sizes, plan._replace(rank=rank), False).pairs for rank in range(ranks)]
+        assert (max(pairs) <= 1.1 * sum(pairs) / ranks) == balanced
+
+
+def test_auto_chooses_by_cost():
+    """Few ranks with fast links gather; few key heads make the ring and the gather cheap, many the exchange of heads."""
+    plan = plan_of(8, 2**17, 2**17, "zigzag", -1, 0)
+    for machine, sizes, scores, best in (
+        (costs.NVLINK, costs.Sizes(1, 32, 32, 128, 128, 2), False, "ulysses"),
+        (costs.NVLINK, costs.Sizes(1, 32, 32, 128, 128, 2), True, "gather"),
+        (costs.NVLINK, costs.Sizes(1, 4, 1, 128, 128, 2), False, "gather"),
+        (costs.CPU, costs.Sizes(1, 4, 1, 64, 64, 4), False, "ring"),
+    ):
+        assert costs.choose(sizes, plan, machine, True, scores) == best, sizes
+    assert costs.choose(sizes, plan_of(1, 64, 64, "zigzag", -1, 0), costs.CPU, True) == "gather"
+
+
 def test_partial_results_are_float32():
     """Of bfloat16 inputs, over many blocks, before the one rounding at the end: as close as float32 attention is."""
     maker = testing.Maker(torch.bfloat16, torch.device("cpu"), 1)

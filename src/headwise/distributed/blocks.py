@@ -151,10 +151,13 @@ def _piece(plan: Plan, region: Region, q: Segment, k: Segment, row: int, column:
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=64)
 def reach(plan: Plan) -> tuple[int, ...]:
     """For the block of every rank: how many ranks further along the ring the last one sits that sees any of it."""
+    return _reach(plan._replace(rank=0))
 
+
+@functools.lru_cache(maxsize=64)
+def _reach(plan: Plan) -> tuple[int, ...]:
     def sees(rank: int, owner: int) -> bool:
         return any(True for _ in pieces(plan, plan.of_q[rank], plan.of_k[owner]))
 

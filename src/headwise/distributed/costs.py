@@ -10,6 +10,7 @@ with the arithmetic of the same step; a gather and an all-to-all come before and
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -76,6 +77,11 @@ def choose(sizes: Sizes, plan: Plan, machine: Machine, gradient: bool, scores: b
 
     scores: a mask or bias is given, which "ulysses" would have to bring together on every rank: it is left out.
     """
+    return _choose(sizes, plan._replace(rank=0), machine, gradient, scores)
+
+
+@functools.lru_cache(maxsize=256)
+def _choose(sizes: Sizes, plan: Plan, machine: Machine, gradient: bool, scores: bool) -> str:
     if plan.ranks == 1:
         return "gather"
     known = [name for name in METHODS if not (name == "ulysses" and (scores or sizes.q_heads < plan.ranks))]
@@ -87,20 +93,25 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def slowest(method: str, sizes: Sizes, plan: Plan, machine: Machine, gradient: bool) -> float:
-    """Seconds of the rank that takes the longest."""
-    return max(seconds(method, sizes, plan._replace(rank=rank), machine, gradient) for rank in range(plan.ranks))
+    """Seconds of the rank that takes the longest; of many ranks, of some."""
+    some = range(0, plan.ranks, -(-plan.ranks // 16))
+    return max(seconds(method, sizes, plan._replace(rank=rank), machine, gradient) for rank in {*some, plan.ranks - 1})
 
 
 def seconds(method: str, sizes: Sizes, plan: Plan, machine: Machine, gradient: bool) -> float:
     """Of one call on this plan's rank."""
-    found = cost(method, sizes, plan, gradient)
+    return time_of(method, sizes, cost(method, sizes, plan, gradient), _longest(plan), machine, gradient)
+
+
+def time_of(method: str, sizes: Sizes, found: Cost, longest: int, machine: Machine, gradient: bool) -> float:
+    """Seconds of a rank; longest: the keys of the longest shard."""
     slowdown = machine.merged_slowdown if method == "ring" and sizes.itemsize < 4 else 1.0
     computing = found.flops(sizes, gradient) * slowdown / machine.flops
     sending = found.sent / machine.bandwidth + found.messages * machine.latency
     if method != "ring":
         return computing + sending
     # Nothing is computed while the last sums go home.
-    home = sizes.batch * sizes.k_heads * _longest(plan) * (sizes.head_dim + sizes.value_dim) * sizes.statistics
+    home = sizes.batch * sizes.k_heads * longest * (sizes.head_dim + sizes.value_dim) * sizes.statistics
     return max(computing, sending) + (home / machine.bandwidth if gradient else 0.0)
 
 
@@ -108,6 +119,29 @@ def cost(method: str, sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
     """What this plan's rank does."""
     run = {"ring": _ring, "gather": _gather, "ulysses": _ulysses}[method]
     return run(sizes, plan, gradient)
+
+
+def of_causal(method: str, sizes: Sizes, tokens: int, ranks: int, gradient: bool) -> Cost:
+    """`cost` in closed form, for causal attention of zigzag shards of one length: for more ranks than a plan is made for.
+
+    ranks needs to divide half of the tokens and, for "ulysses", the query heads and be a multiple or a divisor of the key
+    heads.
+    """
+    own, others, both = tokens // ranks, ranks - 1, sizes.head_dim + sizes.value_dim
+    block = sizes.batch * sizes.k_heads * own * both
+    pairs = sizes.batch * sizes.q_heads * (tokens * (tokens + 1) // 2) // ranks
+    if method == "ring":
+        sent = block * others * (sizes.itemsize * (1 + gradient) + sizes.statistics * gradient)
+        sent += block * sizes.statistics * gradient  # home
+        held = 2 * block * (sizes.itemsize + gradient * sizes.statistics)
+        return Cost(sent, others * (1 + 2 * gradient) + gradient, pairs, held)
+    if method == "gather":
+        sent = block * others * (sizes.itemsize * (1 + gradient) + sizes.statistics * gradient)
+        held = block * ranks * (sizes.itemsize + gradient * sizes.statistics)
+        return Cost(sent, others * (1 + 2 * gradient), pairs, held)
+    heads, key_heads = sizes.q_heads // ranks, max(sizes.k_heads // ranks, 1)
+    once = sizes.batch * own * (heads + key_heads) * both * sizes.itemsize
+    return Cost(others * once * (1 + gradient), 2 * others * (1 + gradient), pairs, ranks * once * (1 + gradient))
 
 
 def _ring(sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
