@@ -16,6 +16,7 @@ from backends_under_test import DEVICE, RUNNABLE
 import headwise as hw
 from headwise.integrations import flash_attn
 from headwise.integrations.flash_attn import _packed, bert_padding, flash_attn_interface
+from headwise.integrations.flash_attn.layers import rotary
 from headwise.integrations.flash_attn.layers.rotary import apply_rotary_emb
 
 SHAPES = [(7, 7), (5, 9), (9, 5), (1, 7), (70, 131)]
@@ -147,12 +148,46 @@ def test_dropout_drops_what_the_probabilities_say():
         out, lse, signed = flash_attn.flash_attn_func(q, k, v, 0.4, return_attn_probs=True, **flags)
         _, wanted_lse, probs = written_out(q, k, v, **flags)
         same(lse, wanted_lse)
-        same(signed.abs(), probs)
-        kept = torch.where(signed < 0, 0.0, signed) / 0.6
+        largest = probs.amax(-1, keepdim=True)
+        same(signed.abs(), (probs / largest).nan_to_num())
+        kept = torch.where(signed < 0, 0.0, signed * largest) / 0.6
         assert {-1, 1} <= set(signed.sign().unique().tolist())
         same(out, torch.einsum("bhij,bjhd->bihd", kept, v), (v,))
-    with pytest.raises(NotImplementedError, match="alibi_slopes"):
-        flash_attn.flash_attn_func(q, k, v, 0.4, alibi_slopes=slopes(4), return_attn_probs=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_signed_probabilities_of_packed_batches_and_of_alibi(causal):
+    """The entries that a packed call drops, and one with ALiBi, are those that its signs show."""
+    of_q, of_k = LENGTHS[1]
+    cu_q, cu_k = cumulated(of_q), cumulated(of_k)
+    q, k, v = normal(sum(of_q), 4, 8), normal(sum(of_k), 2, 8, seed=1), normal(sum(of_k), 2, 8, seed=2)
+    for alibi in (None, slopes(4, 4)):
+        out, lse, signed = flash_attn.flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, max(of_q), max(of_k), 0.4, causal=causal, alibi_slopes=alibi, return_attn_probs=True
+        )
+        assert signed.shape == (4, 4, max(of_q), max(of_k))
+        for b, (queries, keys) in enumerate(zip(of_q, of_k, strict=True)):
+            rows, columns = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+            _, wanted_lse, probs = written_out(
+                q[None, rows],
+                k[None, columns],
+                v[None, columns],
+                causal=causal,
+                alibi=None if alibi is None else alibi[b],
+            )
+            same(lse[:, rows], wanted_lse[0])
+            largest = probs.amax(-1, keepdim=True)
+            of_b = signed[b, None, :, :queries, :keys]
+            same(of_b.abs(), (probs / largest).nan_to_num())
+            kept = torch.where(of_b < 0, 0.0, of_b * largest) / 0.6
+            same(out[rows], torch.einsum("bhij,bjhd->bihd", kept, v[None, columns].repeat_interleave(2, 2))[0])
+
+
+def test_windows_may_be_elements_of_a_tensor():
+    q, k, v = qkv(7, 7)
+    window = torch.tensor([2, 1])
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=window),
+                       flash_attn.flash_attn_func(q, k, v, window_size=(2, 1)))  # fmt: skip
 
 
 def test_dropout_with_alibi_drops_in_both_halves_and_keeps_the_mean():
@@ -241,8 +276,6 @@ def test_varlen_dropout():
     got = flash_attn.flash_attn_varlen_func(q, k, v, cu, cu, 5, 5, 0.3)
     torch.manual_seed(1)
     assert torch.equal(got, hw.attention_varlen(q, k, v, cu, cu, 5, 5, dropout=0.3, deterministic=False))
-    with pytest.raises(NotImplementedError, match="return_attn_probs"):
-        flash_attn.flash_attn_varlen_func(q, k, v, cu, cu, 5, 5, 0.3, return_attn_probs=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- padding
@@ -305,6 +338,41 @@ def test_apply_rotary_emb(interleaved):
         at = torch.cat((first[0] + torch.arange(5), first[1] + torch.arange(2)))[None]
         got = apply_rotary_emb(packed, cos, sin, interleaved, False, offsets, cumulated([5, 2]), 5)
         same(got, rotated(packed[None], at, interleaved)[0], (packed,))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rotary_in_place(interleaved, compiled):
+    """The memory of the input holds the result, also of a leaf with a gradient; the values are left alone."""
+    cos, sin = angles()
+    calls = [
+        (apply_rotary_emb, (2, 5, 3, 8), 3, {"inplace": True}),
+        (rotary.apply_rotary_emb_qkv_, (2, 5, 3, 4, 8), 8, {}),
+        (rotary.apply_rotary_emb_qkv_, (2, 5, 8, 8), 6, {"num_heads_q": 4}),
+        (rotary.apply_rotary_emb_kv_, (2, 5, 2, 4, 8), 4, {}),
+    ]
+    for function, shape, heads, options in calls:
+        if compiled:
+            function = torch.compile(function, backend="aot_eager")
+        x = normal(*shape, grad=True)
+        flat = x.flatten(2, -2)
+        turned = rotated(flat[..., :heads, :], (7 + torch.arange(5)).expand(2, 5), interleaved)
+        wanted = torch.cat((turned, flat[..., heads:, :]), -2).view(shape)
+        for grad in (False, True):
+            given = x.detach().clone().requires_grad_(grad)
+            got = function(given, cos, sin, interleaved=interleaved, seqlen_offsets=7, **options)
+            same(got, wanted)
+            same(given, wanted)
+        upstream = normal(*shape, seed=3)
+        same(torch.autograd.grad(got, given, upstream)[0], torch.autograd.grad(wanted, x, upstream)[0])
+    plain = rotary.apply_rotary_emb_torch(x[:, :, 0], cos[:5], sin[:5], interleaved)
+    same(plain, rotated(x[:, :, 0], torch.arange(5).expand(2, 5), interleaved), (x,))
+    with pytest.raises(ValueError, match="num_heads_q is None"):
+        rotary.apply_rotary_emb_qkv_(normal(2, 5, 8, 8), cos, sin)
+    with pytest.raises(ValueError, match="kv has shape"):
+        rotary.apply_rotary_emb_kv_(normal(2, 5, 3, 4, 8), cos, sin)
+    with pytest.raises(NotImplementedError, match="cos_k"):
+        rotary.apply_rotary_emb_qkv_(normal(2, 5, 3, 4, 8), cos, sin, cos)
 
 
 def test_rotary_tables_of_16_bits():

@@ -59,3 +59,17 @@ def attend(
     outs, lses = (out, out_after), (lse - row, lse_after + row)
     out, lse = merge_attention([x.transpose(1, 2) for x in outs], [x.transpose(1, 2) for x in lses])
     return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def square_bias(
+    q: Tensor, k: Tensor, slopes: Tensor, window: tuple[int, int], q_lengths: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The bias written out, ``(1 or B, H, Sq, Sk)``, for who asks for probabilities: those are as large."""
+    queries, keys = q.shape[2], k.shape[2]
+    first: int | Tensor = keys - queries
+    if q_lengths is not None and kv_lengths is not None:
+        first = (kv_lengths - q_lengths)[:, None, None, None]
+    position = torch.arange(queries, device=q.device)[:, None] + first
+    distance = (position - torch.arange(keys, device=q.device)).abs()
+    return -slopes.to(statistics_dtype(q.dtype)).reshape(-1, q.shape[1], 1, 1) * distance
