@@ -111,8 +111,26 @@ def test_alibi_makes_no_square_bias(monkeypatch):
         return hw.attention(*args, **kwargs)
 
     monkeypatch.setattr("headwise.integrations.flash_attn._alibi.attention", attention)
-    flash_attn.flash_attn_func(*qkv(50, 60), alibi_slopes=slopes(2, 4))
-    assert [tuple(bias.shape) for bias in biases] == [(2, 4, 1, 60)] * 2
+    for options, count in (({}, 1), ({"causal": True}, 1), ({"window_size": (30, 20)}, 2)):
+        biases.clear()
+        flash_attn.flash_attn_func(*qkv(50, 60), alibi_slopes=slopes(2, 4), **options)
+        assert len(biases) == count
+        assert all(bias.untyped_storage().nbytes() <= 2 * 4 * (50 + 60) * bias.itemsize for bias in biases)
+
+
+def test_alibi_far_from_the_end_of_a_cache_is_as_exact_as_elsewhere():
+    """A bias of tens of thousands, counted from the far end of the cache, would leave two digits of the scores."""
+    keys, filled = 100_000, 300
+    q = normal(1, 3, 2, 8, dtype=torch.float32)
+    k, v = (normal(1, filled, 2, 8, seed=seed, dtype=torch.float32) for seed in (1, 2))
+    caches = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, keys - filled)) for x in (k, v)]
+    alibi, lengths = torch.tensor([0.3, 0.25]), torch.tensor([filled], dtype=torch.int32)
+    for causal in (False, True):
+        flags = {"causal": causal, "alibi_slopes": alibi}
+        wanted = written_out(q.double(), k.double(), v.double(), causal=causal, alibi=alibi)[0]
+        short = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **flags)
+        far = flash_attn.flash_attn_with_kvcache(q, *caches, cache_seqlens=lengths, **flags)
+        assert (far - wanted).abs().max() <= 2 * (short - wanted).abs().max() + 1e-7
 
 
 def test_packed_tensors():

@@ -25,6 +25,8 @@ def signed_probs(
     dropout = {name: options[name] for name in ("dropout", "dropout_seed")}
     # Where every key has the same score no probability is too small to be told from a dropped one.
     level = attention_probs(q.new_zeros(*q.shape[:-1], 1), k.new_zeros(*k.shape[:-1], 1), **flags, **dropout)
+    if alibi_slopes is not None and _alibi.reverses(alibi_slopes, window):
+        level = _alibi.reversed_rows(level, flags.get("q_lengths"))
     bias = None if alibi_slopes is None else _alibi.square_bias(q, k, alibi_slopes, **flags)
     wide = statistics_dtype(q.dtype)
     probs = attention_probs(
