@@ -4,8 +4,8 @@
 >>> out = arrays.attention(q, k, v, causal=True)          # NumPy arrays in, NumPy arrays out
 >>> out = arrays.rms_norm(x, w, backend="webgpu")         # the same, computed on the GPU that WebGPU finds
 
-Every public function of `headwise` that takes tensors is here under its name. An array is read in place where the library lets
-it be read (no copy), and results are handed over in place. They go to the library that the first array came from: to its
+Every public function of `headwise` that takes tensors is here under its name. An array is read in place where its library
+allows it (no copy), and results are handed over in place. They go to the library that the first array came from: to its
 ``__array_namespace__().from_dlpack`` (the Python array API standard), and so stay on the device they were computed on.
 Tensors of PyTorch may stand beside arrays. There are no gradients: call the ``*_backward`` functions.
 """
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torch.utils.dlpack import from_dlpack
 
 import headwise
 
@@ -66,7 +67,7 @@ def tensor_of(x: Any) -> Tensor:
     if getattr(flags, "writeable", True) is False:
         x = x.copy()
     try:
-        return torch.from_dlpack(x)
+        return from_dlpack(x)
     except (BufferError, RuntimeError, TypeError) as error:
         raise TypeError(f"headwise: an array of {_kind(x)} cannot be read through DLPack: {error}") from error
 

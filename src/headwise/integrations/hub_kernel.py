@@ -82,12 +82,12 @@ class RotaryEmbedding(nn.Module):
                 f"RotaryEmbedding: unsqueeze_dim is {unsqueeze_dim}; it needs to be 1: q and k (B, H, S, D)"
             )
         batch, tokens, columns = cos.shape
-        tables = [x[..., : columns // 2].reshape(batch * tokens, -1) for x in (cos, sin)]
-        tables = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tables]
+        wide = torch.promote_types(cos.dtype, torch.float32)
+        cos, sin = (x[..., : columns // 2].reshape(batch * tokens, -1).to(wide) for x in (cos, sin))
         positions = None
         if batch > 1:
             positions = torch.arange(batch * tokens, device=q.device).view(batch, tokens)
-        return rope((q, k), *tables, positions)
+        return rope((q, k), cos, sin, positions)
 
 
 layers = SimpleNamespace(RMSNorm=RMSNorm, SwiGLU=SwiGLU, RotaryEmbedding=RotaryEmbedding)
