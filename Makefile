@@ -32,7 +32,7 @@ TEST_PACKAGES := libvulkan1 mesa-vulkan-drivers chromium
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slow lint format readme system-packages clean
+.PHONY: help demo test test-all test-slow lint format readme hub-kernel system-packages clean
 
 help:
 	@echo "make demo     train a small transformer, let it speak, look at its attention  (DEMO_ARGS='--steps 100')"
@@ -43,6 +43,7 @@ help:
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff reformat the code"
 	@echo "make readme   write the tables of README.md from headwise check and bench/results"
+	@echo "make hub-kernel lay the package out as a kernel of the Hugging Face Hub, in dist/hub-kernel"
 	@echo "make clean    remove the virtual environment and the caches"
 
 demo: $(STAMP)
@@ -96,6 +97,9 @@ format: $(STAMP)
 
 readme: $(STAMP)
 	$(BIN)/python scripts/update_readme.py
+
+hub-kernel:
+	@$(PYTHON) scripts/hub_kernel.py
 
 system-packages:
 	@PYTHON=$(PYTHON) scripts/system-packages

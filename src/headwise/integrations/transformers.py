@@ -40,7 +40,8 @@ _UNSUPPORTED = {
     "block_indices": "the blocks that a sparse indexer chose; load the model with attn_implementation='eager' or 'sdpa'",
     "head_mask": "leave it out, or load the model with attn_implementation='eager'",
     "output_attentions": "load the model with attn_implementation='eager', or call headwise.attention_probs",
-    "cache": "continuous batching keeps it in pages; call generate(), or headwise.attention_decode with a block_table",
+    "cache": "continuous batching keeps it in pages; use 'sdpa' under headwise.integrations.sdpa.override(), or "
+    "'flash_attention_2' after headwise.integrations.flash_attn.install()",
 }
 
 

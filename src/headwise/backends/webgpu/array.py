@@ -102,6 +102,13 @@ class Array(Tensor):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.asarray(self.numpy(), dtype)
 
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise BufferError(
+            "a headwise.webgpu.Array has no memory that DLPack can hand over; copy its elements with .torch() or .numpy()"
+        )
+
+    __dlpack_device__ = __dlpack__
+
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         kind = str(self.dtype).removeprefix("torch.")
         return f"headwise.webgpu.Array({tuple(self.shape)}, {kind}, on {self._device.capabilities.name})"
