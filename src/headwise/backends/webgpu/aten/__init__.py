@@ -6,7 +6,7 @@ what has none raises.
 
 from __future__ import annotations
 
-from headwise.backends.webgpu.aten import indexing, making, pointwise, products, random, reductions, views
+from headwise.backends.webgpu.aten import indexing, making, pointwise, products, random, reductions, rows, views
 from headwise.backends.webgpu.aten.rest import missing
 
-__all__ = ["indexing", "making", "missing", "pointwise", "products", "random", "reductions", "views"]
+__all__ = ["indexing", "making", "missing", "pointwise", "products", "random", "reductions", "rows", "views"]

@@ -216,7 +216,12 @@ def _variance_and_mean(x: Array, dim: Any = None, *, correction: Any = None, kee
     return _variance(x, dim, correction=correction, keepdim=keepdim, both=True)
 
 
+def _equal(a: Array, b: Array) -> bool:
+    return a.shape == b.shape and bool((a == b).all())
+
+
 OPERATORS |= {
+    aten.equal.default: _equal,
     aten.sum.default: lambda x, *, dtype=None: _sum(x, dtype=dtype),
     aten.sum.dim_IntList: _sum,
     aten.mean.default: lambda x, *, dtype=None: _mean(x, dtype=dtype),

@@ -41,11 +41,11 @@ def missing(func: Any) -> Callable[..., Any]:
     if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
         OPERATORS[func] = lambda *args, **kwargs: func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         return OPERATORS[func]
-    if func in (table := torch._decomp.decomposition_table) and name not in _REFUSED:
-        OPERATORS[func] = _decomposed(func, table[func])
-        return OPERATORS[func]
     if func.has_kernel_for_dispatch_key(DispatchKey.CompositeExplicitAutograd) and name not in _REFUSED and func.namespace == "aten":
         OPERATORS[func] = lambda *args, **kwargs: func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        return OPERATORS[func]
+    if func in (table := torch._decomp.decomposition_table) and name not in _REFUSED:
+        OPERATORS[func] = _decomposed(func, table[func])
         return OPERATORS[func]
     return lambda *args, **kwargs: _elsewhere(func, args, kwargs)
 
