@@ -12,7 +12,7 @@ from headwise.backends.webgpu import copies
 from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.storage import Region
 
-_NAMES = {
+NAMES = {
     torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
     torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
 }  # fmt: skip
@@ -27,11 +27,11 @@ class Input(NamedTuple):
 
 def name_of(dtype: torch.dtype) -> str:
     """A dtype as shaders name it."""
-    if dtype not in _NAMES:
+    if dtype not in NAMES:
         raise NotImplementedError(
             f"headwise: WebGPU computes nothing in {str(dtype).removeprefix('torch.')}; use a smaller dtype, or x.cpu()"
         )
-    return _NAMES[dtype]
+    return NAMES[dtype]
 
 
 def kind_of(dtype: torch.dtype) -> str:

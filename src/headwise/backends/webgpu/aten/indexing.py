@@ -256,6 +256,24 @@ def _masked_scatter(x: Array, mask: Array, source: Array) -> Any:
     return torch.where(mask, source.reshape(-1)[places].view(shape), x)
 
 
+def _nonzero(x: Array) -> Any:
+    """How many there are is known when the elements have been read back."""
+    return array(x._read().nonzero())
+
+
+def _masked_select(x: Array, mask: Array) -> Any:
+    shape = tuple(torch.broadcast_shapes(tuple(x.shape), tuple(mask.shape))) or (1,)
+    return _index(cast(Array, x.expand(shape)), [mask.expand(shape)])
+
+
+def _flip(x: Array, dims: Sequence[int]) -> Any:
+    made: Any = x
+    for dim in dims:
+        backwards = torch.arange(x.shape[dim] - 1, -1, -1, device=x.device) if x.dim() else None
+        made = made if backwards is None else _index_select(made, dim, cast(Array, backwards))
+    return made if dims else x.clone()
+
+
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
 
@@ -297,6 +315,9 @@ for _name, _function in _WRITERS.items():
 
 OPERATORS |= {
     aten.gather.default: _gather,
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+    aten.flip.default: _flip,
     aten.index_select.default: _index_select,
     aten.index.Tensor: _index,
     aten._unsafe_index.Tensor: _index,

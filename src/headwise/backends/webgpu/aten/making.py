@@ -18,6 +18,8 @@ from headwise.backends.webgpu.torch_device import DEVICE
 
 aten = torch.ops.aten
 
+_MOST_DIMS = 5  # of tensors that are copied bit by bit
+
 
 # -------------------------------------------------------------------------------------------------------- uninitialised
 
@@ -99,7 +101,7 @@ def _fill_in_place(y: Array, value: Any) -> Array:
 
 
 def _zero_in_place(y: Array) -> Array:
-    if y.dtype in elementwise._NAMES:
+    if y.dtype in elementwise.NAMES:
         return _fill_in_place(y, 0)
     replayed(_fill, [y], True)
     return y
@@ -115,6 +117,10 @@ def _clone(x: Array, *, memory_format: Any = None) -> Array:
         return cast(Array, made)
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         made = empty(tuple(x.shape), x.dtype, memory_format)
+        replayed(_copied_into, [made, x], False)
+        return made
+    if x.dim() > _MOST_DIMS:
+        made = empty(tuple(x.shape), x.dtype)
         replayed(_copied_into, [made, x], False)
         return made
     return cast(Array, replayed(copies.copied, [x]))
@@ -139,7 +145,7 @@ def copy_in_place(y: Any, x: Any, non_blocking: bool = False) -> Any:
 def _copied_into(device: Device, y: Region, x: Region, copy_first: bool) -> tuple[()]:
     if copy_first:
         x = copies.copied(device, x)
-    if x.dtype == y.dtype:
+    if x.dtype == y.dtype and (len(x.shape) <= _MOST_DIMS or y.dtype not in elementwise.NAMES):
         copies.copy_into(device, x, y, part=True)
     else:
         cast_into(device, x, y, part=True)
@@ -162,7 +168,7 @@ def cast_to(device: Device, x: Region, dtype: torch.dtype) -> Region:
 
 def _cast(device: Device, x: Region, dtype: torch.dtype, strides: tuple[int, ...]) -> Region:
     y = device.empty(x.shape, dtype, strides)
-    if x.dtype == dtype:
+    if x.dtype == dtype and len(x.shape) <= _MOST_DIMS:
         copies.copy_into(device, x, y)
     else:
         cast_into(device, x, y)

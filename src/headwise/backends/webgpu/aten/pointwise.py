@@ -167,6 +167,8 @@ class _Plan:
         text = text(given) if callable(text) else text
         self.scalars = [self.kind] * len(numbers)
         for i, name in enumerate(numbers):
+            if name not in elementwise.WORD.findall(text) and name not in (*rule.constants, "alpha"):
+                raise NotImplementedError(f"headwise: {op.name} with {name} is not there on WebGPU; use x.cpu()")
             text = _replaced(text, name, f"scalar{i}" if self.kind != "b" else f"(scalar{i} != 0)")
         if self.kind == "b":
             self.scalars = ["i"] * len(numbers)
@@ -239,7 +241,7 @@ def _register() -> None:
             for overload in packet.overloads():
                 func = getattr(packet, overload)
                 returns = [str(r.type) for r in func._schema.returns]
-                if any(a.is_out for a in func._schema.arguments) or returns != ["Tensor"]:
+                if any(a.is_out for a in func._schema.arguments) or returns != ["Tensor"] or overload == "decimals":
                     continue
                 OPERATORS[func] = Pointwise(func, rule)
                 out = getattr(packet, "out" if overload == "default" else f"{overload}_out", None) or getattr(packet, "out", None)

@@ -207,9 +207,10 @@ def _variance_of(
     mean = _mean_of(device, x, dims, keepdim, torch.float32)
     squares = reduced(device, x, dims, "squares", torch.float32, keepdim, mean=mean)
     left = count - correction
-    divisor = 1 / left if left > 0 else math.inf
-    text = "x * scalar0" if left > 0 else "x / max(x - x, 0.0)"
-    return _scaled(device, squares, divisor if left > 0 else 0.0, x.dtype, text), making.cast_to(device, mean, x.dtype)
+    # Divided by zero: NaN where nothing is to be divided.
+    nothing_left = "select(select(infinity(), not_a_number(), x == 0.0), x, is_nan(x))"
+    variance = _scaled(device, squares, 1 / left if left > 0 else 0.0, x.dtype, "x * scalar0" if left > 0 else nothing_left)
+    return variance, making.cast_to(device, mean, x.dtype)
 
 
 def _variance_and_mean(x: Array, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:

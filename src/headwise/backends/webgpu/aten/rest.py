@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -39,13 +40,19 @@ def missing(func: Any) -> Callable[..., Any]:
         return OPERATORS[func]
     name = func._schema.name
     if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
-        OPERATORS[func] = lambda *args, **kwargs: func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        OPERATORS[func] = func.decompose
         return OPERATORS[func]
-    if func.has_kernel_for_dispatch_key(DispatchKey.CompositeExplicitAutograd) and name not in _REFUSED and func.namespace == "aten":
+    # PyTorch's decompositions of its operators; its kernels that call others; and its reference implementations, which mostly
+    # end in primitives of the tracer.
+    found = torch._decomp.decomposition_table.get(func) if name not in _REFUSED else None
+    of_operators = found is not None and inspect.unwrap(found).__module__ == "torch._decomp.decompositions"
+    calls_others = func.namespace == "aten" and name not in _REFUSED
+    calls_others = calls_others and func.has_kernel_for_dispatch_key(DispatchKey.CompositeExplicitAutograd)
+    if calls_others and not of_operators:
         OPERATORS[func] = lambda *args, **kwargs: func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         return OPERATORS[func]
-    if func in (table := torch._decomp.decomposition_table) and name not in _REFUSED:
-        OPERATORS[func] = _decomposed(func, table[func])
+    if found is not None:
+        OPERATORS[func] = _decomposed(func, found)
         return OPERATORS[func]
     return lambda *args, **kwargs: _elsewhere(func, args, kwargs)
 
@@ -57,7 +64,8 @@ class _NoPrimitive(NotImplementedError):
 def _decomposed(func: Any, decomposition: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return decomposition(*args, **kwargs)
+            made = decomposition(*args, **kwargs)
+            return _elsewhere(func, args, kwargs) if made is NotImplemented else made
         except _NoPrimitive:
             return _elsewhere(func, args, kwargs)
 

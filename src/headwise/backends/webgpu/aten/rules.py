@@ -85,6 +85,19 @@ def _power(given: Given) -> str:
     return known.get(exponent, "pow_of(x, exponent)") if isinstance(exponent, int | float) else "pow_of(x, exponent)"
 
 
+_LOGIT = "log_of(min_of(max_of(x, eps), 1.0 - eps) / (1.0 - min_of(max_of(x, eps), 1.0 - eps)))"
+
+
+def _replaced(given: Given) -> str:
+    def number(name: str, otherwise: str) -> str:
+        return otherwise if given.get(name, "") is None else name
+
+    least = "bitcast<f32>(0xff7fffffu)"
+    most = "bitcast<f32>(0x7f7fffffu)"
+    signed = f"select({number('neginf', least)}, {number('posinf', most)}, x > 0.0)"
+    return f"select(select(x, {signed}, is_inf(x)), {number('nan', '0.0')}, is_nan(x))"
+
+
 _BITS = {"and": "&", "or": "|", "xor": "^"}
 _LONG_ZERO = "vec2<u32>(0u)"
 
@@ -136,10 +149,9 @@ RULES: dict[str, Rule] = {
     "softshrink": _float("select(select(0.0, x + lambd, x < -lambd), x - lambd, x > lambd) + select(0.0, x, is_nan(x))"),
     "hardshrink": _float("select(x, 0.0, x >= -lambd && x <= lambd)"),
     "threshold": _plain("select(x, value, x <= threshold)", "select(x, value, x <= threshold)", "select(x, value, !long_less(threshold, x))"),
-    "logit": _float("log_of(x / (1.0 - x))"),
-    "nan_to_num": _float(
-        "select(select(select(x, posinf, is_inf(x) && x > 0.0), neginf, is_inf(x) && x < 0.0), nan, is_nan(x))"
-    ),
+    "logit": _float(lambda given: "log_of(x / (1.0 - x))" if given.get("eps", 0) is None else _LOGIT),
+    "nan_to_num": Rule({"f": _replaced}),
+    "atan2": _float("atan2_of(x, other)"),
     # two
     "add": _with_alpha("x + other", "long_add(x, other)", "long_add(x, long_mul(alpha, other))", "x || other"),
     "sub": _with_alpha("x - other", "long_sub(x, other)", "long_sub(x, long_mul(alpha, other))", "x != other"),
@@ -180,7 +192,10 @@ RULES: dict[str, Rule] = {
     "silu_backward": _float("grad_output * silu_slope(x)"),
     "sigmoid_backward": _float("grad_output * (1.0 - output) * output"),
     "tanh_backward": _float("grad_output * (1.0 - output * output)"),
-    "logit_backward": _float("grad_output / (x * (1.0 - x))"),
+    "logit_backward": _float(lambda given: (
+        "select(grad_output / (x * (1.0 - x)), not_a_number(), x < 0.0 || x > 1.0)" if given.get("eps", 0) is None else
+        "select(0.0, grad_output / (x * (1.0 - x)), x >= eps && x <= 1.0 - eps)"
+    )),
     "hardtanh_backward": _float("select(grad_output, 0.0, x <= min_val || x >= max_val)"),
     "hardsigmoid_backward": _float("select(0.0, grad_output / 6.0, x > -3.0 && x < 3.0)"),
     "hardswish_backward": _float("select(select(grad_output * (x / 3.0 + 0.5), grad_output, x >= 3.0), 0.0, x <= -3.0)"),

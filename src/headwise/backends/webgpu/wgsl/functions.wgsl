@@ -17,18 +17,22 @@ fn with_sign(size: f32, like: f32) -> f32 { return bitcast<f32>((bitcast<u32>(si
 
 fn power_of_two(n: i32) -> f32 { return bitcast<f32>(bitcast<u32>(n + 127) << 23u); }
 
+// (e^r - 1 - r) / r^2 for |r| < 0.35.
+fn exp_polynomial(r: f32) -> f32 {
+    var p = 1.9875691500e-4 * r + 1.3981999507e-3;
+    p = p * r + 8.3334519073e-3;
+    p = p * r + 4.1665795894e-2;
+    p = p * r + 1.6666665459e-1;
+    return p * r + 5.0000001201e-1;
+}
+
 fn exp_of(x: f32) -> f32 {
     if (is_nan(x)) { return x; }
     let a = clamp(x, -104.0, 89.0);
     let n = round(a * 1.4426950408889634);
     var r = a - n * 0.693359375;
     r = r + n * 2.12194440e-4;
-    var p = 1.9875691500e-4 * r + 1.3981999507e-3;
-    p = p * r + 8.3334519073e-3;
-    p = p * r + 4.1665795894e-2;
-    p = p * r + 1.6666665459e-1;
-    p = p * r + 5.0000001201e-1;
-    let y = p * (r * r) + r + 1.0;
+    let y = exp_polynomial(r) * (r * r) + r + 1.0;
     let whole = i32(n);
     let half = whole / 2;
     return y * power_of_two(half) * power_of_two(whole - half);
@@ -65,19 +69,19 @@ fn log_of(x: f32) -> f32 {
     return m + y + 0.693359375 * f32(e);
 }
 
+// No 1 + x - 1 here: compilers take it for x.
 fn log1p_of(x: f32) -> f32 {
-    let u = 1.0 + x;
-    if (u == 1.0) { return x; }
-    if (is_inf(x)) { return log_of(x); }
-    return log_of(u) * (x / (u - 1.0));
+    if (is_nan(x)) { return x; }
+    if (abs(x) > 0.3) { return log_of(1.0 + x); }
+    let t = x / (2.0 + x);
+    let z = t * t;
+    return 2.0 * (t + t * z * (0.33333333 + z * (0.2 + z * (0.14285714 + z * (0.11111111 + z * 0.09090909)))));
 }
 
 fn expm1_of(x: f32) -> f32 {
     if (is_nan(x)) { return x; }
-    if (abs(x) > 1.0) { return exp_of(x) - 1.0; }
-    let u = exp_of(x);
-    if (u == 1.0) { return x; }
-    return (u - 1.0) * (x / log_of(u));
+    if (abs(x) > 0.34) { return exp_of(x) - 1.0; }
+    return exp_polynomial(x) * (x * x) + x;
 }
 
 fn tanh_of(x: f32) -> f32 {
@@ -339,10 +343,7 @@ fn whole_power(x: f32, n: i32) -> f32 {
     return select(y, 1.0 / y, n < 0);
 }
 
-// e^y with y as a sum of two numbers, of which the second is small.
-fn exp_of_sum(high: f32, low: f32) -> f32 { let y = exp_of(high); return select(y + y * low, y, is_inf(y)); }
-
-// |x|^y: the logarithm in two numbers, so that a large y does not blow up its last digits.
+// x^y for x >= 0, as 2^(y e) times 2^(y log2 m), x = m 2^e: of the exponent, only the part of m is rounded.
 fn power_of_size(x: f32, y: f32) -> f32 {
     if (x == 0.0) { return select(select(infinity(), 0.0, y > 0.0), 1.0, y == 0.0); }
     if (is_inf(x)) { return select(select(0.0, x, y > 0.0), 1.0, y == 0.0); }
@@ -359,22 +360,16 @@ fn power_of_size(x: f32, y: f32) -> f32 {
         m *= 0.5;
         e += 1;
     }
-    // log m = 2 atanh(s), s = (m - 1) / (m + 1) in two numbers.
-    let above = m - 1.0;
-    let below = m + 1.0;
-    let s = above / below;
-    let lost = m - (below - 1.0);
-    let s_low = (fma(-s, below, above) - s * lost) / below;
-    let z = s * s;
-    let tail = 2.0 * (s_low + s * z * (0.33333333 + z * (0.2 + z * (0.14285714 + z * (0.11111111 + z * 0.09090909)))));
-    // y (e ln2 + 2 s + tail), with the digits that each product loses.
-    let high0 = f32(e) * 0.693359375;
-    let high = high0 + 2.0 * s;
-    let low = (2.0 * s - (high - high0)) + tail - f32(e) * 2.12194440e-4;
-    let sum = high + low;
-    let rest = low - (sum - high);
-    let product = y * sum;
-    return exp_of_sum(product, fma(y, sum, -product) + y * rest);
+    let t = (m - 1.0) / (m + 1.0);
+    let z = t * t;
+    let part = 2.0 * (t + t * z * (0.33333333 + z * (0.2 + z * (0.14285714 + z * (0.11111111 + z * 0.09090909)))));
+    let product = y * f32(e);
+    if (abs(product) > 400.0) { return select(0.0, infinity(), product > 0.0); }
+    let n = round(product);
+    let rest = fma(y, f32(e), -n) * 0.6931471805599453 + y * part;
+    let power = exp_of(rest);
+    let whole = i32(n);
+    return power * power_of_two(whole / 4) * power_of_two(whole / 4) * power_of_two(whole / 4) * power_of_two(whole - whole / 4 * 3);
 }
 
 fn pow_of(x: f32, y: f32) -> f32 {
@@ -508,4 +503,13 @@ fn long_of_float(x: f32) -> vec2<u32> {
     let high = floor(size / 4294967296.0);
     let y = vec2<u32>(u32(size - high * 4294967296.0), u32(high));
     return select(y, long_neg(y), x < 0.0);
+}
+
+fn atan2_of(y: f32, x: f32) -> f32 {
+    if (is_nan(x) || is_nan(y)) { return not_a_number(); }
+    if (is_inf(x) && is_inf(y)) { return with_sign(select(0.7853981633974483, 2.356194490192345, x < 0.0), y); }
+    if (x == 0.0 && y == 0.0) { return with_sign(select(0.0, 3.141592653589793, is_minus(x)), y); }
+    if (x == 0.0) { return with_sign(1.5707963267948966, y); }
+    let a = atan_of(abs(y / x));
+    return with_sign(select(a, 3.141592653589793 - a, x < 0.0), y);
 }

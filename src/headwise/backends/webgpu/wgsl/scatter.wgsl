@@ -49,8 +49,8 @@ fn result_of(at: u32) -> {{ T }} {
         met += 1u;
     }
 {% if op == "mean" %}
-    let shared = met{{ " + 1u" if own }};
-    if (shared > 1u) { value = {{ {"f": "value / f32(shared)", "i": "int_floor_div(value, i32(shared))", "l": "long_floor_div(value, vec2<u32>(shared, 0u))"}[kind] }}; }
+    let sources = met{{ " + 1u" if own }};
+    if (sources > 1u) { value = {{ {"f": "value / f32(sources)", "i": "int_floor_div(value, i32(sources))", "l": "long_floor_div(value, vec2<u32>(sources, 0u))"}[kind] }}; }
 {% endif %}
     return value;
 }
