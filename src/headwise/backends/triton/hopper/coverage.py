@@ -80,6 +80,11 @@ FORWARD: tuple[ForwardRow, ...] = (
 )
 
 
+def masked_tile(head_dim: int) -> ForwardTile:
+    """With a mask: two warpgroups, so that its bits find registers."""
+    return next(row.few for row in FORWARD if head_dim <= row.widest)
+
+
 class BackwardTile(NamedTuple):
     """How the backward kernel cuts its work for heads up to a width, and when it is worth it."""
 
@@ -132,7 +137,9 @@ def covers_forward(args: Attention) -> str | None:
         return reason
     if args.flags.softcap > _WIDEST_CAP:
         return f"its tanh is for caps up to {_WIDEST_CAP}"
-    if not packed and right >= 0 and queries > keys + right:
+    if args.mask is not None and args.kv_lengths is not None:
+        return "it reads no mask beside kv_lengths"
+    if not packed and args.mask is None and right >= 0 and queries > keys + right:
         return "there are rows that see nothing, and its tiles multiply by values that they do not see"
     if (queries if args.packing is None else min(args.packing.max_q, queries)) < LEAST_QUERIES:
         return f"it was not measured with fewer than {LEAST_QUERIES} queries"
@@ -149,8 +156,9 @@ def covers_backward(args: Attention) -> str | None:
     reason = _not_covered(args, BACKWARD[-1].width)
     if reason is not None:
         return reason
-    if args.kv_lengths is not None:
-        return "it reads no kv_lengths"
+    for name in ("mask", "kv_lengths"):
+        if getattr(args, name) is not None:
+            return f"it reads no {name}"
     if args.flags.softcap > 0 and not _LEAST_CAP <= args.flags.softcap <= _WIDEST_CAP:
         return f"its tanh is for caps from {_LEAST_CAP} to {_WIDEST_CAP}"
     if q.shape[:3].numel() >= 2**30 or k.shape[2] >= 2**30:
@@ -167,7 +175,7 @@ def _not_covered(args: Attention, widest: int) -> str | None:
     head_dim, value_dim = q.shape[3], v.shape[3]
     if q.dtype not in _DTYPES:
         return f"it computes in bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
-    for name, yet in (("mask", ""), ("bias", ""), ("q_lengths", " yet"), ("kv_starts", " yet")):
+    for name, yet in (("bias", ""), ("q_lengths", " yet"), ("kv_starts", " yet")):
         if getattr(args, name) is not None:
             return f"it reads no {name}{yet}"
     if args.flags.dropout:

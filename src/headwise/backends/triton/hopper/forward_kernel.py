@@ -37,6 +37,7 @@ from headwise.backends.triton.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from headwise.backends.triton.hopper.mailbox import new_barriers, new_mailbox, wait_full
+from headwise.backends.triton.hopper.mask_words import Mask, bits_of, lists_of, load_words, only_visible
 from headwise.backends.triton.hopper.sequence_rows import store_rows
 from headwise.backends.triton.hopper.variants import constants
 
@@ -44,6 +45,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 # Which blocks of a loop over keys are masked.
 NOWHERE, EVERYWHERE, AT_THE_EDGES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+_HEADER = gl.constexpr(2)  # numbers before the entries of a list
 
 
 class Rows(NamedTuple):
@@ -71,6 +73,11 @@ class Span(NamedTuple):
     past: Any
     whole: Any
     whole_past: Any
+    # Of a mask: its blocks are entries of a list, counted from the last one; the first ``parts`` of them need the bits.
+    parts: Any
+    list_at: Any
+    bits: Any
+    rows: Any  # queries of the sequence
 
 
 @gluon.jit
@@ -88,8 +95,10 @@ def _new_ring(x0, x1, STAGES: gl.constexpr, READERS: gl.constexpr):
 def _span(tile, call, C: gl.constexpr, X: gl.constexpr):
     row, rows, keys, offset = tile.row + C * ROWS, tile.rows, tile.keys, tile.keys - tile.rows
     tile_lowest, tile_past = block_range(tile.row, rows, ROWS * X.consumers, offset, keys, call, X)
+    if X.masked:
+        tile_lowest, tile_past = 0, tile.blocks
     lowest, past = tile_lowest, tile_past
-    if X.has_left or X.has_right:
+    if (X.has_left or X.has_right) and not X.masked:
         lowest, past = block_range(row, rows, ROWS, offset, keys, call, X)
         past = gl.minimum(gl.maximum(past, tile_lowest + 1), tile_past)
         lowest = gl.maximum(gl.minimum(lowest, past - 1), tile_lowest)
@@ -102,9 +111,19 @@ def _span(tile, call, C: gl.constexpr, X: gl.constexpr):
         whole_past = gl.maximum(gl.minimum(row + offset + call.right + 1, keys), 0) // X.keys
     if X.has_left:
         whole = gl.cdiv(gl.maximum(gl.minimum(row + ROWS, rows) - 1 + offset - call.left, 0), X.keys)
+    if X.masked:
+        whole, whole_past = 0, tile.blocks - tile.parts
     whole_past = gl.minimum(gl.maximum(whole_past, lowest), past - 1)
     whole = gl.minimum(gl.maximum(whole, lowest), whole_past)
-    return Span(row, offset, keys, tile_lowest, tile_past, lowest, past, whole, whole_past)
+    if X.masked:
+        batch, head = tile.batch_head // call.heads, tile.batch_head % call.heads
+        list_at = lists_of(call.mask, batch, head) + tile.row // (ROWS * X.consumers) * call.mask.lists_tile
+        bits = bits_of(call.mask, batch, head)
+        return Span(
+            row, offset, keys, tile_lowest, tile_past, lowest, past, whole, whole_past, tile.parts, list_at, bits, rows
+        )
+    else:
+        return Span(row, offset, keys, tile_lowest, tile_past, lowest, past, whole, whole_past, 0, 0, 0, 0)
 
 
 # Turns: consumers issue their products one after the other, so that one's exponentials meet another's products. Turn t is
@@ -218,23 +237,49 @@ def _hidden(s, block, span, call, S: gl.constexpr, X: gl.constexpr):
 
 
 @gluon.jit
+def _masked(s, words, block, span, call, S: gl.constexpr, X: gl.constexpr):
+    """−∞ where a query does not see a key, by the words of a mask and the band."""
+    s = only_visible(s, words, -float("inf"))
+    if X.has_left or X.has_right or X.mask_is_endless:
+        s = _hidden(s, block, span, call, S, X)
+    return s
+
+
+@gluon.jit
+def _first_words(tile, call, C: gl.constexpr, S: gl.constexpr, X: gl.constexpr):
+    """The words of the first block of a tile, if there is one."""
+    bits = bits_of(call.mask, tile.batch_head // call.heads, tile.batch_head % call.heads)
+    row = tile.row + C * ROWS
+    return load_words(call.mask, bits, tile.entry >> 1, row, tile.rows, tile.row >= 0, S, ROWS, X.keys)
+
+
+@gluon.jit
+def _words_at(entry, there, span, call, S: gl.constexpr, X: gl.constexpr):
+    return load_words(call.mask, span.bits, entry >> 1, span.row, span.rows, there, S, ROWS, X.keys)
+
+
+@gluon.jit
 def _lane_sums(p, KEYS: gl.constexpr):
     """Sums over what a lane holds of a row; the four lanes of a row meet once, at the end."""
     return gl.sum(gl.sum(p.reshape([ROWS, KEYS // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def _first_block(s, block, span, call, dtype, S: gl.constexpr, O0: gl.constexpr, O1: gl.constexpr, X: gl.constexpr):
-    """The `Rows` after their first block, whose products are ``s``."""
+def _first_block(
+    s, block, words, span, call, dtype, S: gl.constexpr, O0: gl.constexpr, O1: gl.constexpr, X: gl.constexpr
+):
+    """The `Rows` after their first block, whose products are ``s``; ``words``: of a mask."""
     s = _capped(s, call, X)
-    if X.has_left or X.has_right or X.cut:
+    if X.masked:
+        s = _masked(s, words, block, span, call, S, X)
+    elif X.has_left or X.has_right or X.cut:
         s = _hidden(s, block, span, call, S, X)
     else:
         if span.past * X.keys > span.keys:
             s = _hidden(s, block, span, call, S, X)
     highest = gl.max(s, 1)
     reference = highest * call.logit_scale
-    if X.has_left or X.has_right or X.cut:
+    if X.has_left or X.has_right or X.cut or X.masked:
         reference = gl.where(highest == -float("inf"), 0.0, reference)
     p = gl.exp2(s * call.logit_scale - reference[:, None])
     total = _lane_sums(p, X.keys)
@@ -257,7 +302,18 @@ def _visit(
     """
     highest, total, acc0, acc1, weights = rows
     queries = _queries(shared, q_at, X)
+    LISTED: gl.constexpr = X.masked and MASK == EVERYWHERE
+    if LISTED:  # the words of a block, and the entry of the one after it, are loaded a block ahead
+        first = span.past - block
+        entry = gl.load(span.list_at + _HEADER + first, mask=count > 0, other=0)
+        coming_words = _words_at(entry, count > 0, span, call, S, X)
+        coming_entry = gl.load(span.list_at + _HEADER + first + 1, mask=count > 1, other=0)
     for i in range(count):
+        if LISTED:
+            words, listed = coming_words, entry >> 1
+            entry = coming_entry
+            coming_words = _words_at(entry, i + 1 < count, span, call, S, X)
+            coming_entry = gl.load(span.list_at + _HEADER + first + i + 2, mask=i + 2 < count, other=0)
         v_at = blocks % X.v_stages
         v_phase = (blocks // X.v_stages) & 1
         blocks += 1
@@ -276,7 +332,9 @@ def _visit(
         mbarrier.arrive(shared.k.empty.index(blocks % X.k_stages))
         s = _capped(s, call, X)
         here = block - 1 - i
-        if MASK == EVERYWHERE:
+        if LISTED:
+            s = _masked(s, words, listed, span, call, S, X)
+        elif MASK == EVERYWHERE:
             s = _hidden(s, here, span, call, S, X)
         elif MASK == AT_THE_EDGES:
             edge = (here >= span.whole_past) | (here < span.whole)
@@ -313,7 +371,7 @@ def _visit_all(
     C: gl.constexpr, S: gl.constexpr, O0: gl.constexpr, O1: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
     """The online softmax over all blocks below ``block``, the first one."""
-    if X.has_right and not X.has_left:
+    if (X.has_right and not X.has_left) or X.masked:
         # The masked blocks come first, if there are any, in a loop of their own: a branch in the one that runs for most of
         # the time costs up to a tenth. To ptxas 12.8 the two must not seem to share the tile of queries: it makes the
         # descriptor in front of the first and uses it in the second, also where the first is not entered.
@@ -366,7 +424,7 @@ def _scaled(acc, factor, LAYOUT: gl.constexpr, X: gl.constexpr):
     """The output of rows. Rows that see nothing have factor zero: their sums may hold NaN of values that others see."""
     factor = gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT))[:, None]
     scaled = acc * factor
-    if X.cut:
+    if X.cut or X.masked:
         scaled = gl.where(factor == 0.0, 0.0, scaled)
     return scaled
 
@@ -402,13 +460,16 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.keys, 16])
     O0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.d0, 16])
     O1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.d1 if X.d1 > 0 else 16, 16])
-    BANDED: gl.constexpr = X.has_left or X.has_right
-    PV_FIRST: gl.constexpr = X.has_left or X.ahead == 0 or (X.has_right and X.ahead == 1)
+    BANDED: gl.constexpr = (X.has_left or X.has_right) and not X.masked  # consumers visit blocks of their own
+    PV_FIRST: gl.constexpr = (X.has_left and not X.masked) or X.ahead == 0 or (BANDED and X.ahead == 1)
+    words = 0
     zeros = gl.zeros([ROWS, X.keys], gl.float32, S)
     done, blocks = 0, 0
     if X.consumers - 1 == C:
         _pass_turn(C, X)  # the first goes first
     tile = read_tile(shared.mailbox, 0, call, X)
+    if X.masked:
+        words = _first_words(tile, call, C, S, X)
     if BANDED:
         blocks = _skip_to_own(blocks, tile, call, shared, C, X)
     s = warpgroup_mma_wait(0, [_issue_first_scores(0, blocks, tile.row >= 0, zeros, shared, C, X)])
@@ -417,7 +478,10 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
         span = _span(tile, call, C, X)
         q_at = C * X.q_stages + done % X.q_stages
         block = span.past - 1
-        rows = _first_block(s, block, span, call, shared.q.x0.dtype, S, O0, O1, X)
+        first = block
+        if X.masked:
+            first = tile.entry >> 1
+        rows = _first_block(s, first, words, span, call, shared.q.x0.dtype, S, O0, O1, X)
         rows, blocks = _visit_all(rows, block, blocks, q_at, zeros, span, call, shared, C, S, O0, O1, X)
         mbarrier.arrive(shared.q.empty.index(q_at))
 
@@ -430,6 +494,8 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
         blocks += 1
         done += 1
         coming = read_tile(shared.mailbox, done, call, X)
+        if X.masked:
+            words = _first_words(coming, call, C, S, X)
         more = coming.row >= 0
         if PV_FIRST:
             if X.d1 > 0:
@@ -439,7 +505,7 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
             mbarrier.arrive(shared.v.empty.index(v_at))
         elif X.packed:  # for the same reason; what is added up for no query may be wrong
             mbarrier.arrive(shared.v.empty.index(v_at), pred=span.row >= tile.rows)
-        if X.has_left or X.packed:
+        if (X.has_left and not X.masked) or X.packed:
             blocks = _skip(span.lowest - span.tile_lowest, blocks, shared, C, X)
         if X.ahead > 0:
             if BANDED:
@@ -480,21 +546,28 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "q_length", "k_length", "heads", "group", "tiles", "works", "heads_at_once", "left", "right", "sequences",
-        "longest_q", "longest_k",
+        "longest_q", "longest_k", "bits_batch", "bits_head", "bits_block", "bits_row", "lists_batch", "lists_head",
+        "lists_tile", "seen_at",
     ],
-    do_not_specialize_on_alignment=["lse", "sink", "lengths", "cu_q", "cu_k", "counter"],
+    do_not_specialize_on_alignment=["lse", "sink", "lengths", "cu_q", "cu_k", "counter", "bits", "lists"],
 )  # fmt: skip
 def forward_kernel(
-    q0, q1, k0, k1, v0, v1, o0, o1, lse, sink, lengths, cu_q, cu_k, counter,
+    q0, q1, k0, k1, v0, v1, o0, o1, lse, sink, lengths, cu_q, cu_k, counter, bits, lists,
     q_length, k_length, heads, group, tiles, works, heads_at_once, left, right, sequences, longest_q, longest_k,
-    logit_scale, cap_scale, VARIANT: gl.constexpr,
+    logit_scale, cap_scale, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
+    VARIANT: gl.constexpr,
 ):  # fmt: skip
     """A persistent program. The parameters are those of `Inputs` and `Call`, the output, and a `Variant`."""
     X: gl.constexpr = constants(VARIANT)
     inputs = Inputs(q0, q1, k0, k1, v0, v1)
+    mask = None
+    if X.masked:
+        mask = Mask(
+            bits, lists, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at
+        )
     call = Call(
         lse, sink, lengths, cu_q, cu_k, counter, q_length, k_length, heads, group, tiles, works, heads_at_once, left, right,
-        sequences, longest_q, longest_k, logit_scale, cap_scale,
+        sequences, longest_q, longest_k, logit_scale, cap_scale, mask,
     )  # fmt: skip
     QUERY_TILES: gl.constexpr = X.consumers * X.q_stages
     q0_s = gl.allocate_shared_memory(q0.dtype, [QUERY_TILES] + q0.block_shape, q0.layout)
@@ -519,7 +592,7 @@ def forward_kernel(
             (_consume, (gl.constexpr(0), o0, o1, call, shared, X)),
             (_consume, (gl.constexpr(1), o0, o1, call, shared, X)),
             (produce, (inputs, call, shared, X)),
-        ], [4, 1], [232, 40] if X.cut else [240, 24])  # fmt: skip
+        ], [4, 1], [232, 40] if X.cut or X.masked else [240, 24])  # fmt: skip
     elif X.consumers == 3:
         gl.warp_specialize([
             (_consume, (gl.constexpr(0), o0, o1, call, shared, X)),
