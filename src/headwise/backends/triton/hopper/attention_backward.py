@@ -31,6 +31,7 @@ from headwise.backends.triton.hopper.coverage import (
     strides_fit,
 )
 from headwise.backends.triton.hopper.descriptors import Box, PackedBox, StatisticsBox
+from headwise.backends.triton.hopper.mask_tiles import NO_STEPS, packed_mask
 from headwise.backends.triton.partial_sums import sum_partials
 from headwise.backends.triton.scores import band_of, search_block
 
@@ -95,6 +96,13 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
             (left >= 0, right >= 0, tile.rows, tile.keys, search_block(sequences)),
         )
 
+    masked = None
+    if call.mask is not None:
+        upwards = deterministic and right >= 0 and left < 0
+        masked = packed_mask(
+            gpu, _cut_mask(call.mask, empty, hidden), rows, keys, (left, right), (tile.keys, tile.rows), keys_down=True,
+            upwards=upwards,
+        )  # fmt: skip
     align = aligned_elements(out, grad_out, dq)
     padded_dim = power_of_two(tile.width)
     gpu.launch(
@@ -109,17 +117,18 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
     gpu.launch(
         backward_kernel if tile.width <= 128 else wide_backward_kernel,
         (min(tiles * batch * key_heads, gpu.multiprocessors),),
-        (sums, turns, gpu.counters(1), tile_records),
+        (sums, turns, gpu.counters(1), tile_records, *((None, None) if masked is None else masked[:2])),
         (
             tiles, batch * key_heads,
             _heads_together(deterministic, left, right, tiles, row_blocks, batch * key_heads, gpu.multiprocessors),
             rows, keys, row_blocks, all_blocks, left, right, key_heads, heads // key_heads, flags.scale,
             2 * _LOG2E * flags.scale / flags.softcap if flags.softcap else _LOG2E * flags.scale, flags.softcap * _LOG2E,
+            *(NO_STEPS if masked is None else masked.steps),
         ),
         (
             Variant(
                 flags.softcap > 0, left >= 0, right >= 0, packed, heads > key_heads, deterministic, tile.rows, tile.keys,
-                tile.width, tile.stages, tile.kv_stages,
+                tile.width, tile.stages, tile.kv_stages, masked is not None,
             ),
         ),
         descriptors=(
@@ -141,6 +150,14 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
     if call.sink is not None and sink_partials is not None:
         dsink = sum_partials(gpu, sink_partials, (heads,), call.sink.dtype)
     return (*results, None, dsink)
+
+
+def _cut_mask(mask: Tensor, empty: int, hidden: int) -> Tensor:
+    """Without the rows that see nothing and the keys that nothing sees, by the band alone."""
+    mask = layout.four_dims(mask)
+    if mask.shape[2] > 1:
+        mask = mask[:, :, empty:]
+    return mask[..., hidden:] if mask.shape[3] > 1 else mask
 
 
 def _gradient(gpu: Gpu, x: Tensor, zeros: bool) -> Tensor:

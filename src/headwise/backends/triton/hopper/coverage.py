@@ -58,6 +58,7 @@ FEW, MANY = 4, 16
 # sequence of 512 or 1024); 115 against 82 with 2048 tiles of sequences of 128.
 LEAST_TILES = 128
 LEAST_QUERIES = 128
+LONGEST_MASK = 2**21 - 64  # blocks of 64, whose numbers have 15 bits: backward
 
 # A head dim works in the first row that holds it: elements past it are read as zeros and not written. 96 and 192 are two
 # pieces (64 + 32, 128 + 64): a quarter less arithmetic than padding to 128 and 256. Measured on an H200 with 16384 tokens
@@ -156,13 +157,14 @@ def covers_backward(args: Attention) -> str | None:
     reason = _not_covered(args, BACKWARD[-1].width)
     if reason is not None:
         return reason
-    for name in ("mask", "kv_lengths"):
-        if getattr(args, name) is not None:
-            return f"it reads no {name}"
+    if args.kv_lengths is not None:
+        return "it reads no kv_lengths"
     if args.flags.softcap > 0 and not _LEAST_CAP <= args.flags.softcap <= _WIDEST_CAP:
         return f"its tanh is for caps from {_LEAST_CAP} to {_WIDEST_CAP}"
     if q.shape[:3].numel() >= 2**30 or k.shape[2] >= 2**30:
         return "it counts rows in 32 bits"
+    if args.mask is not None and max(q.shape[2], k.shape[2]) > LONGEST_MASK:
+        return f"it counts blocks and tiles of a mask in 16 bits, of up to {LONGEST_MASK} tokens"
     tile = backward_tile(q.shape[3], False)
     if -(-k.shape[2] // tile.keys) * k.shape[0] * k.shape[1] < tile.least_tiles:
         return f"it is for calls of at least {tile.least_tiles} tiles of {tile.keys} keys"

@@ -37,7 +37,7 @@ from headwise.backends.triton.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from headwise.backends.triton.hopper.mailbox import new_barriers, new_mailbox, wait_full
-from headwise.backends.triton.hopper.mask_words import Mask, bits_of, lists_of, load_words, only_visible
+from headwise.backends.triton.hopper.mask_words import LIST_HEADER, Mask, bits_of, lists_of, load_words, only_visible
 from headwise.backends.triton.hopper.sequence_rows import store_rows
 from headwise.backends.triton.hopper.variants import constants
 
@@ -45,7 +45,6 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 # Which blocks of a loop over keys are masked.
 NOWHERE, EVERYWHERE, AT_THE_EDGES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-_HEADER = gl.constexpr(2)  # numbers before the entries of a list
 
 
 class Rows(NamedTuple):
@@ -305,15 +304,15 @@ def _visit(
     LISTED: gl.constexpr = X.masked and MASK == EVERYWHERE
     if LISTED:  # the words of a block, and the entry of the one after it, are loaded a block ahead
         first = span.past - block
-        entry = gl.load(span.list_at + _HEADER + first, mask=count > 0, other=0)
+        entry = gl.load(span.list_at + LIST_HEADER + first, mask=count > 0, other=0)
         coming_words = _words_at(entry, count > 0, span, call, S, X)
-        coming_entry = gl.load(span.list_at + _HEADER + first + 1, mask=count > 1, other=0)
+        coming_entry = gl.load(span.list_at + LIST_HEADER + first + 1, mask=count > 1, other=0)
     for i in range(count):
         if LISTED:
             words, listed = coming_words, entry >> 1
             entry = coming_entry
             coming_words = _words_at(entry, i + 1 < count, span, call, S, X)
-            coming_entry = gl.load(span.list_at + _HEADER + first + i + 2, mask=i + 2 < count, other=0)
+            coming_entry = gl.load(span.list_at + LIST_HEADER + first + i + 2, mask=i + 2 < count, other=0)
         v_at = blocks % X.v_stages
         v_phase = (blocks // X.v_stages) & 1
         blocks += 1

@@ -164,9 +164,9 @@ def _load_values(inputs, shared, count, cuts, source, call, keys, block, unseen,
             if X.masked:
                 lists = lists_of(call.mask, source.batch, source.head)
                 seen, half = seen_words(call.mask, lists, block, X.keys)
-                blank_unseen(ring.x0, at, seen, half, X.keys, X.d0)
+                blank_unseen(ring.x0, at, seen, half, 1, 0, X.keys, X.d0)
                 if X.d1 > 0:
-                    blank_unseen(ring.x1, at, seen, half, X.keys, X.d1)
+                    blank_unseen(ring.x1, at, seen, half, 1, 0, X.keys, X.d1)
             fence_async_shared()
             thread_barrier()
             mbarrier.arrive(ring.full.index(at))

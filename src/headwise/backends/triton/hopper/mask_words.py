@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from headwise.backends.triton.hopper.gluon_names import gl, gluon, reinterpret
 
-_HEADER = gl.constexpr(2)  # numbers before the entries of a list
+LIST_HEADER = gl.constexpr(2)  # numbers before the entries of a list
 
 
 class Mask(NamedTuple):
@@ -41,7 +41,7 @@ def lists_of(mask, batch, head):
 
 @gluon.jit
 def entry_at(list_at, i):
-    return gl.load(list_at + _HEADER + i)
+    return gl.load(list_at + LIST_HEADER + i)
 
 
 @gluon.jit
@@ -77,11 +77,11 @@ def only_visible(x, words, other):
 
 
 @gluon.jit
-def blank_unseen(values, at, seen, half, KEYS: gl.constexpr, D: gl.constexpr):
+def blank_unseen(values, at, seen, half, members, step, KEYS: gl.constexpr, D: gl.constexpr):
     """Zero the keys of a block in shared memory that nobody sees.
 
-    ``seen``: the four words of its 128 keys; ``half``: which 64 of them, where a block has no more. Shared memory holds
-    columns of 64 elements (or all, if fewer), in groups of eight rows.
+    ``seen``, ``half``, ``members``, ``step``: as for `some_unseen`. Shared memory holds columns of 64 elements (or all, if
+    fewer), in groups of eight rows.
     """
     WIDTH: gl.constexpr = D if D < 64 else 64
     GROUPS: gl.constexpr = KEYS // 8
@@ -89,7 +89,10 @@ def blank_unseen(values, at, seen, half, KEYS: gl.constexpr, D: gl.constexpr):
     SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * WIDTH, 16, 2)
     groups = reinterpret(values, [values.shape[0] * D // WIDTH * GROUPS, 8, WIDTH], SHARED)
     row = gl.arange(0, 8, gl.SliceLayout(1, TILE))
-    words = gl.load(seen + row // 2) >> (half * 16)
+    words = gl.load(seen + row // 2)
+    for member in range(1, members):
+        words = words | gl.load(seen + member * step + row // 2)
+    words = words >> (half * 16)
     for group in range(0, GROUPS):
         here = (((words >> (2 * group + row % 2)) & 1) != 0)[:, None]
         for column in gl.static_range(D // WIDTH):
@@ -99,6 +102,24 @@ def blank_unseen(values, at, seen, half, KEYS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
+def some_unseen(seen, half, members, step, KEYS: gl.constexpr):
+    """bool: are there keys in a block that no head sees?
+
+    ``seen``: the four words of its 128 keys; ``half``: which 64 of them, where a block has no more. ``members``: heads, one
+    ``step`` after the other.
+    """
+    common = gl.to_tensor(-1)
+    for i in gl.static_range(4):
+        word = gl.load(seen + i)
+        for member in range(1, members):
+            word = word | gl.load(seen + member * step + i)
+        common = common & word
+    if KEYS == 64:
+        common = (common >> (half * 16)) | -65536
+    return common != -1
+
+
+@gluon.jit
 def seen_words(mask, lists, block, KEYS: gl.constexpr):
-    """``(seen, half)`` of a block of keys, for `blank_unseen`."""
+    """``(seen, half)`` of a block of keys."""
     return lists + mask.seen_at + block * KEYS // 128 * 4, block * (KEYS // 64) % 2
