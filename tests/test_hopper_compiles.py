@@ -183,7 +183,10 @@ def test_calls_that_are_not_covered_say_why():
 
     assert reason() is None
     assert "bfloat16 and float16" in reason(dtype=torch.float32)
-    assert "no mask" in reason(mask=meta(1000, 1000, dtype=torch.bool))
+    mask = meta(1000, 1000, dtype=torch.bool)
+    assert reason(mask=mask) is None
+    assert reason(CAUSAL, keys=900, mask=meta(1000, 900, dtype=torch.bool)) is None
+    assert "beside kv_lengths" in reason(mask=mask, lengths=True)
     assert "no bias" in reason(bias=meta(1000, 1000))
     assert "no q_lengths yet" in reason(q_lengths=meta(2, dtype=torch.int32))
     assert "no kv_starts yet" in reason(kv_starts=meta(2, dtype=torch.int32))
@@ -222,7 +225,8 @@ def test_explain_says_which_kernel_runs():
 
     assert note() == "forward: the Hopper kernel"
     assert note("sm_80") == "forward: the plain kernel (the Hopper kernels are for sm_90, and this GPU is sm_80)"
-    assert "the plain kernel (it reads no mask)" in note(mask=meta(1024, 1024, dtype=torch.bool))
+    assert note(mask=meta(1024, 1024, dtype=torch.bool)) == "forward: the Hopper kernel"
+    assert "the plain kernel (it reads no bias)" in note(bias=meta(1024, 1024))
     q.requires_grad_()
     assert note() == "forward: the Hopper kernel; backward: the Hopper kernel"
     lengths = meta(2, dtype=torch.int32)
