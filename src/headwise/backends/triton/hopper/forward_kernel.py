@@ -412,6 +412,8 @@ def _store_statistics(rows, tile, span, call, S: gl.constexpr, X: gl.constexpr):
         bad = tile.posted_keys == BAD_LENGTHS
         lse = gl.where(bad, float("nan"), lse)
         factor = gl.where(bad, float("nan"), gl.where(empty, 0.0, factor))
+    elif X.masked:
+        factor = gl.where(empty, 0.0, factor)
     lane = span.row + gl.arange(0, ROWS, gl.SliceLayout(1, S))
     base = call.lse + tile.batch_head.to(gl.int64) * call.q_length + tile.start
     gl.store(base + lane, lse, mask=lane < tile.rows)

@@ -45,7 +45,7 @@ def _words(x, N: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "down", "across", "strips", "steps", "parts", "heads", "offset", "left", "right", "bits_head", "bits_block",
-        "states_head", "states_down", "lists_head", "seen_at", "m_b", "m_h",
+        "states_head", "states_down", "lists_head", "seen_at",
     ]
 )  # fmt: skip
 def pack_mask(
@@ -79,7 +79,12 @@ def pack_mask(
         d, a = d_block * 64 + lane_d, a_block * 128 + lane_a
         inside = (d < down)[:, None] & (a < across)[None, :]
         at = mask + d.to(tl.int64)[:, None] * m_d + a.to(tl.int64)[None, :] * m_a
-        x = (tl.load(at, mask=inside, other=0) != 0).to(tl.int32)
+        # Bytes of a whole block come sixteen at a time: a load that asks for each of them takes one at a time.
+        if (d_block * 64 + 64 <= down) & (a_block * 128 + 128 <= across):
+            found = tl.load(at)
+        else:
+            found = tl.load(at, mask=inside, other=0)
+        x = (found != 0).to(tl.int32)
         own_rows = d < (1 if ONE_DOWN else down)
         own_block = (a_block == 0) | (not ONE_ACROSS)
         to = bits + (entry * 0 + a_block) * bits_block + d[:, None] * 4 + word[None, :]
