@@ -157,6 +157,9 @@ def _skip(count, blocks, shared, C: gl.constexpr, X: gl.constexpr):
         mbarrier.arrive(shared.k.empty.index(blocks % X.k_stages))
         wait_full(shared.v.full, blocks, X.v_stages)
         mbarrier.arrive(shared.v.empty.index(blocks % X.v_stages))
+        if X.bias_rows > 0:
+            wait_full(shared.bias.full, blocks, X.b_stages)
+            mbarrier.arrive(shared.bias.empty.index(blocks % X.b_stages))
         blocks += 1
     return blocks
 
@@ -222,6 +225,31 @@ def _capped(s, call, X: gl.constexpr):
 
 
 @gluon.jit
+def _biased(s, shared, blocks, call, C: gl.constexpr, S: gl.constexpr, X: gl.constexpr):
+    """With a bias, logits in base 2 of what `_capped` gave; else the same."""
+    if X.bias_rows > 0:
+        at = blocks % X.b_stages
+        wait_full(shared.bias.full, blocks, X.b_stages)
+        tile = shared.bias.x0.index(at).reshape([X.bias_rows, X.keys])
+        if X.bias_rows > 1:
+            tile = tile.slice(C * ROWS, ROWS, dim=0)
+        bias = tile.load(S).to(gl.float32)
+        mbarrier.arrive(shared.bias.empty.index(at))
+        return s * call.logit_scale + bias * LOG2E
+    else:
+        return s
+
+
+@gluon.jit
+def _logit_scale(call, X: gl.constexpr):
+    """Times what `_biased` gives is a logit in base 2."""
+    if X.bias_rows > 0:
+        return 1.0
+    else:
+        return call.logit_scale
+
+
+@gluon.jit
 def _hidden(s, block, span, call, S: gl.constexpr, X: gl.constexpr):
     """−∞ where a query does not see a key."""
     key = block * X.keys + gl.arange(0, X.keys, gl.SliceLayout(0, S))[None, :]
@@ -265,10 +293,12 @@ def _lane_sums(p, KEYS: gl.constexpr):
 
 @gluon.jit
 def _first_block(
-    s, block, words, span, call, dtype, S: gl.constexpr, O0: gl.constexpr, O1: gl.constexpr, X: gl.constexpr
-):
+    s, block, words, blocks, span, call, shared, C: gl.constexpr, S: gl.constexpr, O0: gl.constexpr, O1: gl.constexpr,
+    X: gl.constexpr,
+):  # fmt: skip
     """The `Rows` after their first block, whose products are ``s``; ``words``: of a mask."""
-    s = _capped(s, call, X)
+    s = _biased(_capped(s, call, X), shared, blocks, call, C, S, X)
+    scale = _logit_scale(call, X)
     if X.masked:
         s = _masked(s, words, block, span, call, S, X)
     elif X.has_left or X.has_right or X.cut:
@@ -277,12 +307,12 @@ def _first_block(
         if span.past * X.keys > span.keys:
             s = _hidden(s, block, span, call, S, X)
     highest = gl.max(s, 1)
-    reference = highest * call.logit_scale
-    if X.has_left or X.has_right or X.cut or X.masked:
+    reference = highest * scale
+    if X.has_left or X.has_right or X.cut or X.masked or X.bias_rows > 0:
         reference = gl.where(highest == -float("inf"), 0.0, reference)
-    p = gl.exp2(s * call.logit_scale - reference[:, None])
+    p = gl.exp2(s * scale - reference[:, None])
     total = _lane_sums(p, X.keys)
-    weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, O0, 2))
+    weights = gl.convert_layout(p.to(shared.q.x0.dtype), gl.DotOperandLayout(0, O0, 2))
     acc0 = gl.zeros([ROWS, X.d0], gl.float32, O0)
     acc1 = acc0
     if X.d1 > 0:
@@ -329,7 +359,8 @@ def _visit(
         else:
             s = warpgroup_mma_wait(1, [s_coming])
         mbarrier.arrive(shared.k.empty.index(blocks % X.k_stages))
-        s = _capped(s, call, X)
+        s = _biased(_capped(s, call, X), shared, blocks, call, C, S, X)
+        scale = _logit_scale(call, X)
         here = block - 1 - i
         if LISTED:
             s = _masked(s, words, listed, span, call, S, X)
@@ -340,11 +371,11 @@ def _visit(
             if edge:
                 s = _hidden(s, here, span, call, S, X)
         higher = gl.maximum(highest, gl.max(s, 1))
-        reference = higher * call.logit_scale
-        if MASK != NOWHERE:  # a row may have seen nothing so far
+        reference = higher * scale
+        if MASK != NOWHERE or X.bias_rows > 0:  # a row may have seen nothing so far
             reference = gl.where(higher == -float("inf"), 0.0, reference)
-        shrink = gl.exp2(highest * call.logit_scale - reference)
-        p = gl.exp2(s * call.logit_scale - reference[:, None])
+        shrink = gl.exp2(highest * scale - reference)
+        p = gl.exp2(s * scale - reference[:, None])
         sums = _lane_sums(p, X.keys)
         total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
         highest = higher
@@ -393,7 +424,7 @@ def _store_statistics(rows, tile, span, call, S: gl.constexpr, X: gl.constexpr):
     A row that sees nothing has an output of zeros, and the sink for its lse: that is its denominator.
     """
     sums = gl.convert_layout(gl.sum(rows.total, 1), gl.SliceLayout(1, S))
-    top = rows.highest * call.logit_scale  # of the logits, in base 2
+    top = rows.highest * _logit_scale(call, X)  # of the logits, in base 2
     empty = sums == 0.0
     factor = 1.0 / gl.where(empty, 1.0, sums)
     empty_lse = -float("inf")
@@ -412,7 +443,7 @@ def _store_statistics(rows, tile, span, call, S: gl.constexpr, X: gl.constexpr):
         bad = tile.posted_keys == BAD_LENGTHS
         lse = gl.where(bad, float("nan"), lse)
         factor = gl.where(bad, float("nan"), gl.where(empty, 0.0, factor))
-    elif X.masked:
+    elif X.masked or X.bias_rows > 0:
         factor = gl.where(empty, 0.0, factor)
     lane = span.row + gl.arange(0, ROWS, gl.SliceLayout(1, S))
     base = call.lse + tile.batch_head.to(gl.int64) * call.q_length + tile.start
@@ -425,7 +456,7 @@ def _scaled(acc, factor, LAYOUT: gl.constexpr, X: gl.constexpr):
     """The output of rows. Rows that see nothing have factor zero: their sums may hold NaN of values that others see."""
     factor = gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT))[:, None]
     scaled = acc * factor
-    if X.cut or X.masked:
+    if X.cut or X.masked or X.bias_rows > 0:
         scaled = gl.where(factor == 0.0, 0.0, scaled)
     return scaled
 
@@ -482,7 +513,7 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
         first = block
         if X.masked:
             first = tile.entry >> 1
-        rows = _first_block(s, first, words, span, call, shared.q.x0.dtype, S, O0, O1, X)
+        rows = _first_block(s, first, words, blocks, span, call, shared, C, S, O0, O1, X)
         rows, blocks = _visit_all(rows, block, blocks, q_at, zeros, span, call, shared, C, S, O0, O1, X)
         mbarrier.arrive(shared.q.empty.index(q_at))
 
@@ -548,19 +579,19 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
     do_not_specialize=[
         "q_length", "k_length", "heads", "group", "tiles", "works", "heads_at_once", "left", "right", "sequences",
         "longest_q", "longest_k", "bits_batch", "bits_head", "bits_block", "bits_row", "lists_batch", "lists_head",
-        "lists_tile", "seen_at",
+        "lists_tile", "seen_at", "bias_batch", "bias_head",
     ],
     do_not_specialize_on_alignment=["lse", "sink", "lengths", "cu_q", "cu_k", "counter", "bits", "lists"],
 )  # fmt: skip
 def forward_kernel(
-    q0, q1, k0, k1, v0, v1, o0, o1, lse, sink, lengths, cu_q, cu_k, counter, bits, lists,
+    q0, q1, k0, k1, v0, v1, o0, o1, bias, lse, sink, lengths, cu_q, cu_k, counter, bits, lists,
     q_length, k_length, heads, group, tiles, works, heads_at_once, left, right, sequences, longest_q, longest_k,
     logit_scale, cap_scale, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
-    VARIANT: gl.constexpr,
+    bias_batch, bias_head, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """A persistent program. The parameters are those of `Inputs` and `Call`, the output, and a `Variant`."""
     X: gl.constexpr = constants(VARIANT)
-    inputs = Inputs(q0, q1, k0, k1, v0, v1)
+    inputs = Inputs(q0, q1, k0, k1, v0, v1, bias)
     mask = None
     if X.masked:
         mask = Mask(
@@ -569,6 +600,7 @@ def forward_kernel(
     call = Call(
         lse, sink, lengths, cu_q, cu_k, counter, q_length, k_length, heads, group, tiles, works, heads_at_once, left, right,
         sequences, longest_q, longest_k, logit_scale, cap_scale, mask,
+        bias_batch if X.bias_rows > 0 else 0, bias_head if X.bias_rows > 0 else 0,
     )  # fmt: skip
     QUERY_TILES: gl.constexpr = X.consumers * X.q_stages
     q0_s = gl.allocate_shared_memory(q0.dtype, [QUERY_TILES] + q0.block_shape, q0.layout)
@@ -585,7 +617,11 @@ def forward_kernel(
     q = _new_ring(q0_s, q1_s, QUERY_TILES, 1)
     k = _new_ring(k0_s, k1_s, X.k_stages, X.consumers)
     v = _new_ring(v0_s, v1_s, X.v_stages, X.consumers)
-    shared = Shared(q, k, v, o0_s, o1_s, new_mailbox(FIELDS, X.consumers), new_barriers(1, 1))
+    b = None
+    if X.bias_rows > 0:
+        b_s = gl.allocate_shared_memory(bias.dtype, [X.b_stages] + bias.block_shape, bias.layout)
+        b = _new_ring(b_s, b_s, X.b_stages, X.consumers)
+    shared = Shared(q, k, v, o0_s, o1_s, new_mailbox(FIELDS, X.consumers), new_barriers(1, 1), b)
     fence_async_shared()
     # Argument tuples have to stand inside the call.
     if X.consumers == 2:
@@ -593,7 +629,7 @@ def forward_kernel(
             (_consume, (gl.constexpr(0), o0, o1, call, shared, X)),
             (_consume, (gl.constexpr(1), o0, o1, call, shared, X)),
             (produce, (inputs, call, shared, X)),
-        ], [4, 1], [232, 40] if X.cut or X.masked else [240, 24])  # fmt: skip
+        ], [4, 1], [232, 40] if X.cut or X.masked or X.bias_rows > 0 else [240, 24])  # fmt: skip
     elif X.consumers == 3:
         gl.warp_specialize([
             (_consume, (gl.constexpr(0), o0, o1, call, shared, X)),

@@ -17,6 +17,7 @@ from headwise.backends.triton.hopper.gluon_names import (
     fence_async_shared,
     gl,
     gluon,
+    load_tile,
     mbarrier,
     reinterpret,
     thread_barrier,
@@ -45,6 +46,7 @@ class Shared(NamedTuple):
     o1: Any
     mailbox: Any
     cut_full: Any  # a block of values has arrived, of which some are to be zeroed
+    bias: Any  # Ring, or None
 
 
 class Inputs(NamedTuple):
@@ -56,6 +58,7 @@ class Inputs(NamedTuple):
     k1: Any
     v0: Any
     v1: Any
+    bias: Any
 
 
 @gluon.jit
@@ -82,6 +85,8 @@ def produce(inputs, call, shared, X: gl.constexpr):
             _load_queries(inputs, shared.q, done, source, c, X)
         block, unseen = _block_of(entry, past - 1, X)
         _load_keys(inputs, shared.k, blocks, source, call, keys, block, X)
+        if X.bias_rows > 0:
+            _load_bias(inputs.bias, shared.bias, blocks, source, call, block, X)
         if not X.keys_first:
             cuts = _load_values(inputs, shared, blocks, cuts, source, call, keys, block, unseen, first, X)
         blocks += 1
@@ -94,6 +99,8 @@ def produce(inputs, call, shared, X: gl.constexpr):
                 entry = entry_at(source.list_at, i)
             block, unseen = _block_of(entry, past - 1 - i, X)
             _load_keys(inputs, shared.k, blocks, source, call, keys, block, X)
+            if X.bias_rows > 0:
+                _load_bias(inputs.bias, shared.bias, blocks, source, call, block, X)
             if X.keys_first:
                 cuts = _load_values(inputs, shared, blocks - 1, cuts, source, call, keys, past - i, False, first, X)
             else:
@@ -132,6 +139,21 @@ def _load_keys(inputs, ring, count, source, call, keys, block, X: gl.constexpr):
     wait_empty(ring.empty, count, X.k_stages)
     at = count % X.k_stages
     _load_block(inputs.k0, inputs.k1, ring, at, ring.full.index(at), source, call, keys, block, X)
+
+
+@gluon.jit
+def _load_bias(bias, ring, count, source, call, block, X: gl.constexpr):
+    """The bias of a tile of queries and a block of keys."""
+    wait_empty(ring.empty, count, X.b_stages)
+    at = count % X.b_stages
+    arrived = ring.full.index(at)
+    row = source.row
+    if X.bias_rows == 1:
+        row = 0
+    mbarrier.expect(arrived, X.bias_rows * X.keys * (bias.dtype.primitive_bitwidth // 8))
+    load_tile(
+        bias, [source.batch * call.bias_batch, source.head * call.bias_head, row, block * X.keys], arrived, ring.x0.index(at)
+    )
 
 
 @gluon.jit

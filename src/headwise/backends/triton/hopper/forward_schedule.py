@@ -33,6 +33,7 @@ class Variant(NamedTuple):
     tile: ForwardTile
     masked: bool = False  # a packed mask, with lists of the blocks that tiles visit
     mask_is_endless: bool = False  # its bits know no end of the keys, because it is broadcast over them
+    bias_rows: int = 0  # of a block of the bias: as many as a tile has queries, one if it is broadcast over them, or none
 
 
 class Call(NamedTuple):
@@ -59,6 +60,8 @@ class Call(NamedTuple):
     logit_scale: Any  # times a product is a logit in base 2; with a cap, times its tanh
     cap_scale: Any  # times a product is what exp2 is taken of for its tanh
     mask: Any  # a `Mask`, or None
+    bias_batch: Any  # 1, or 0 where the bias is broadcast over the batch
+    bias_head: Any
 
 
 class Tile(NamedTuple):
