@@ -34,16 +34,17 @@ class StandIn(Interpreter):
 
     def launch(self, kernel, grid, tensors, numbers=(), constants=(), *, descriptors=(), **options):
         if descriptors:
-            gradients([x for x, _ in descriptors], tensors, numbers, constants[0])
+            gradients([None if d is None else d[0] for d in descriptors], tensors, numbers, constants[0])
         else:
             super().launch(kernel, grid, tensors, numbers, constants, **options)
 
 
 def gradients(described, tensors, numbers, variant):
     """What the kernel does, tile by tile of keys."""
-    q, k, v, do, stats, dk, dv = described
+    q, k, v, do, stats, dk, dv, bias = described
+    bias_batch, bias_head, bias_row, bias_key = numbers[-4:]
     sums, turns, _, records, bits, lists = tensors
-    steps = numbers[-8:]
+    steps = numbers[-12:-4]
     upwards = variant.deterministic and variant.has_right and not variant.has_left and records is None
     tiles, _, _, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale = numbers[:12]
     for batch in range(q.shape[0]):
@@ -79,7 +80,11 @@ def gradients(described, tensors, numbers, variant):
                         of_q, of_do = (x[batch, head, first_row + row].float() for x in (q, do))
                         at = head * all_blocks + first_block + block
                         lse, delta = stats[2 * at, : len(row), None], stats[2 * at + 1, : len(row), None]
-                        p = torch.where(seen, torch.exp2(of_q @ of_k.T * (scale * math.log2(math.e)) - lse), 0)
+                        logits = of_q @ of_k.T * scale
+                        if bias is not None:
+                            of_head = bias[batch * bias_batch, head * bias_head, :, bias_key + low : bias_key + high]
+                            logits += of_head if variant.bias_rows == 1 else of_head[bias_row + row]
+                        p = torch.where(seen, torch.exp2(logits * math.log2(math.e) - lse), 0)
                         ds = p * (of_do @ of_v.T - delta)
                         sum_dk += ds.T @ of_q
                         sum_dv += p.T @ of_do
@@ -136,18 +141,18 @@ def normal(*shape, seed, dtype=torch.bfloat16):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def truth(x, grads, packing, window, mask=None):
+def truth(x, grads, packing, window, **scores):
     """Outputs and gradients in float64."""
 
     def run(**t):
         if packing is None:
-            return direct.attention(**t, window=window, mask=mask)
+            return direct.attention(**t, window=window, **scores)
         return direct.varlen(t.pop("q"), t.pop("k"), t.pop("v"), *packing, window=window, **t)
 
     return direct.results_of(run, x, grads, torch.float64)
 
 
-def ours(x, grads, results, packing, window, deterministic, mask=None):
+def ours(x, grads, results, packing, window, deterministic, mask=None, bias=None):
     left, right = (-1 if side is None else side for side in window)
     dim, sink = x["q"].shape[-1], x.get("sink")
     flags = Flags(left, right, 1 / math.sqrt(dim), 0.0, deterministic)
@@ -155,12 +160,12 @@ def ours(x, grads, results, packing, window, deterministic, mask=None):
     if packing is not None:
         cu = [torch.tensor(offsets, dtype=torch.int32) for offsets in packing]
         packed = Packing(*cu, *(int(c.diff().max()) for c in cu))
-    call = Attention(x["q"], x["k"], x["v"], mask, None, sink, None, None, None, packed, flags)
+    call = Attention(x["q"], x["k"], x["v"], mask, bias, sink, None, None, None, packed, flags)
     args = AttentionBackward(
         grads[0], grads[1].float(), results["0"].to(torch.bfloat16), results["1"].float(), call, False, sink is not None
     )
     gpu = StandIn()
-    tile = backward_tile(dim, False)._replace(unordered_from=0, banded_unordered_from=0)
+    tile = backward_tile(dim, False, bias is not None)._replace(unordered_from=0, banded_unordered_from=0)
     dq, dk, dv, dbias, dsink = backward(gpu, args, tile)
     assert dbias is None
     return {"q": dq, "k": dk, "v": dv} | ({} if sink is None else {"sink": dsink})
@@ -219,7 +224,7 @@ def test_masks(name, window, dim, deterministic):
     x = {"q": normal(batch, heads, rows, dim, seed=1)}
     x |= {n: normal(batch, key_heads, keys, dim, seed=s) for n, s in (("k", 2), ("v", 3))}
     grads = normal(batch, heads, rows, dim, seed=5), normal(batch, heads, rows, seed=6, dtype=torch.float32)
-    expected = truth(x, grads, None, window, mask)
+    expected = truth(x, grads, None, window, mask=mask)
     seen = (mask & direct.visible_keys(rows, keys, window=window)).expand(batch, heads, rows, keys)
     used = seen.any(2).unflatten(1, (key_heads, -1)).any(2)
     x["k"][~used] = x["v"][~used] = math.nan
@@ -228,6 +233,24 @@ def test_masks(name, window, dim, deterministic):
         assert_close(grad, expected[f"grad of {n}"])
     assert not found["q"][~seen.any(3)].any()
     assert not found["k"][~used].any()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("window", [(None, 0), (60, 20)])
+@pytest.mark.parametrize("shape", [(1, 4, 300, 260), (2, 1, 1, 260)], ids=str)
+def test_biases(shape, window, masked, dim):
+    batch, heads, key_heads, rows, keys = 2, 4, 2, 300, 260
+    mask = of_documents(rows, keys)[None, None] if masked else None
+    bias = normal(*shape, seed=11)
+    bias[..., ::9] = -math.inf
+    x = {"q": normal(batch, heads, rows, dim, seed=1)}
+    x |= {n: normal(batch, key_heads, keys, dim, seed=s) for n, s in (("k", 2), ("v", 3))}
+    grads = normal(batch, heads, rows, dim, seed=5), normal(batch, heads, rows, seed=6, dtype=torch.float32)
+    expected = truth(x, grads, None, window, mask=mask, bias=bias)
+    found = ours(x, grads, expected, None, window, True, mask, bias)
+    for n, grad in found.items():
+        assert_close(grad, expected[f"grad of {n}"])
 
 
 # None of either, rows that see nothing, keys that nothing sees; tokens of no sequence behind them.

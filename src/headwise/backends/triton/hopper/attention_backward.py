@@ -30,7 +30,7 @@ from headwise.backends.triton.hopper.coverage import (
     heads_outside,
     strides_fit,
 )
-from headwise.backends.triton.hopper.descriptors import Box, PackedBox, StatisticsBox
+from headwise.backends.triton.hopper.descriptors import BiasBox, Box, PackedBox, StatisticsBox
 from headwise.backends.triton.hopper.mask_tiles import NO_STEPS, packed_mask
 from headwise.backends.triton.partial_sums import sum_partials
 from headwise.backends.triton.scores import band_of, search_block
@@ -50,9 +50,10 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
     """
     call, flags, packing = args.forward, args.forward.flags, args.forward.packing
     if tile is None:
-        if covers_backward(call) is not None or not all(map(gpu.aligned, (call.q, call.k, call.v))):
+        read = (call.q, call.k, call.v) if call.bias is None else (call.q, call.k, call.v, call.bias)
+        if covers_backward(call) is not None or args.need_bias or not all(map(gpu.aligned, read)):
             return None
-        tile = backward_tile(call.q.shape[-1], flags.softcap > 0)
+        tile = backward_tile(call.q.shape[-1], flags.softcap > 0, call.bias is not None)
     packed = packing is not None
     q, k, v = heads_outside(call)
     (batch, heads, all_rows, dim), (_, key_heads, all_keys, _) = q.shape, k.shape
@@ -103,6 +104,9 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
             gpu, _cut_mask(call.mask, empty, hidden), rows, keys, (left, right), (tile.keys, tile.rows), keys_down=True,
             upwards=upwards,
         )  # fmt: skip
+    bias, bias_rows = layout.four_dims(call.bias), 0
+    if bias is not None:
+        bias_rows = tile.rows if bias.shape[2] > 1 else 1
     align = aligned_elements(out, grad_out, dq)
     padded_dim = power_of_two(tile.width)
     gpu.launch(
@@ -124,17 +128,19 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
             rows, keys, row_blocks, all_blocks, left, right, key_heads, heads // key_heads, flags.scale,
             2 * _LOG2E * flags.scale / flags.softcap if flags.softcap else _LOG2E * flags.scale, flags.softcap * _LOG2E,
             *(NO_STEPS if masked is None else masked.steps),
+            *((0,) * 4 if bias is None else (int(bias.shape[0] > 1), int(bias.shape[1] > 1), empty, hidden)),
         ),
         (
             Variant(
                 flags.softcap > 0, left >= 0, right >= 0, packed, heads > key_heads, deterministic, tile.rows, tile.keys,
-                tile.width, tile.stages, tile.kv_stages, masked is not None,
+                tile.width, tile.stages, tile.kv_stages, masked is not None, bias_rows,
             ),
         ),
         descriptors=(
             (q[:, :, empty:], of_rows), (k[:, :, hidden:], of_keys), (v[:, :, hidden:], of_keys),
             (grad_out[:, :, empty:], of_rows), (stats, StatisticsBox(tile.rows)),
             (dk[:, :, hidden:], of_keys), (dv[:, :, hidden:], of_keys),
+            None if bias is None else (bias, BiasBox(bias_rows, tile.keys)),
         ),
     )  # fmt: skip
     columns = 32 if tile.width * tile.rows == 64 * 64 else 64  # of a piece of dQ as the kernel adds it

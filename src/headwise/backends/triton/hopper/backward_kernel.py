@@ -21,6 +21,8 @@ the order of the registers (`in_fragment_order`), so that a warp adds 512 bytes 
 Shared memory that a loop reads at a fixed place is indexed with a zero that the compiler cannot see through (`opaque_zero`):
 otherwise it keeps the descriptors of all the products in registers, dozens of them, and spills.
 
+A bias lies in shared memory as well, which then has one place for keys and values up to head dim 128.
+
 In the signatures, HALF is the number of a consumer and X are the constants of a `Variant`.
 """
 
@@ -29,6 +31,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from headwise.backends.triton.hopper.backward_math import (
+    LOG2E,
     add_to_sums,
     only_seen,
     opaque_zero,
@@ -38,6 +41,7 @@ from headwise.backends.triton.hopper.backward_math import (
 )
 from headwise.backends.triton.hopper.backward_schedule import (
     FIELDS,
+    BiasPlace,
     Buffers,
     Call,
     Inputs,
@@ -48,7 +52,6 @@ from headwise.backends.triton.hopper.backward_schedule import (
     constants,
     is_first_at,
     list_of,
-    new_cut_barrier,
     new_tiles,
     next_tile,
     pass_turns,
@@ -110,7 +113,11 @@ def _step(
     do = buffers.do.index(stage).reshape([BM, D])
 
     dp_started = warpgroup_mma(own_v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    p = weights_of(products, buffers.lse.index(stage).load(S_LAYOUT), call, X)
+    lse = buffers.lse.index(stage).load(S_LAYOUT)
+    if X.bias_rows > 0:
+        bias = buffers.bias.index(stage).reshape([X.bias_rows, X.keys]).slice(HALF * 64, 64, dim=1)
+        lse = lse - bias.permute((1, 0)).load(S_LAYOUT).to(gl.float32) * LOG2E
+    p = weights_of(products, lse, call, X)
     if MASKED:
         if X.masked:
             p = only_visible(p, listed.words, 0.0)
@@ -226,7 +233,8 @@ def _consume(HALF: gl.constexpr, dk_desc, dv_desc, buffers, ds_s, mailbox, turns
             products = warpgroup_mma_wait(0, [s_started])
             # The gradients of the tile before have left by now.
             wait_for_stores(0)
-            mbarrier.arrive(buffers.kv_empty.index((count + 1) % X.kv_stages), pred=count > 0)
+            if X.kv_stages == 2:
+                mbarrier.arrive(buffers.kv_empty.index((count + 1) % X.kv_stages), pred=count > 0)
             for member in range(0, members):
                 head_sums = (
                     call.sums
@@ -265,7 +273,8 @@ def _consume(HALF: gl.constexpr, dk_desc, dv_desc, buffers, ds_s, mailbox, turns
                     )  # fmt: skip
         else:
             wait_for_stores(0)
-            mbarrier.arrive(buffers.kv_empty.index((count + 1) % X.kv_stages), pred=count > 0)
+            if X.kv_stages == 2:
+                mbarrier.arrive(buffers.kv_empty.index((count + 1) % X.kv_stages), pred=count > 0)
         # K is read by both consumers, for dQ: its place is free for dK when both are here.
         wait_for_consumers(256)
         dk *= call.scale
@@ -286,6 +295,9 @@ def _consume(HALF: gl.constexpr, dk_desc, dv_desc, buffers, ds_s, mailbox, turns
                 dk_desc, tile.batch, tile.head, tile.first_key, tile.keys, tile.number * X.keys, 0, buffers.k.index(place),
                 X.packed,
             )  # fmt: skip
+        if X.kv_stages == 1:
+            wait_for_stores(0)
+            mbarrier.arrive(buffers.kv_empty.index(0))
         count += 1
         tile = next_tile(mailbox, count)
     wait_for_stores(0)
@@ -295,19 +307,23 @@ def _consume(HALF: gl.constexpr, dk_desc, dv_desc, buffers, ds_s, mailbox, turns
     do_not_specialize=[
         "tiles", "batch_heads", "heads_together", "rows", "keys", "row_blocks", "all_blocks", "left", "right", "key_heads",
         "group", "bits_batch", "bits_head", "bits_block", "bits_row", "lists_batch", "lists_head", "lists_tile", "seen_at",
+        "bias_batch", "bias_head", "bias_row", "bias_key",
     ],
     do_not_specialize_on_alignment=["ticket", "bits", "lists"],
 )  # fmt: skip
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, sums, turns, ticket, records, bits, lists, tiles,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, sums, turns, ticket, records, bits, lists, tiles,
     batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale, score_scale,
     softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
-    VARIANT: gl.constexpr,
+    bias_batch, bias_head, bias_row, bias_key, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """A persistent program. The parameters are those of `Inputs` and `Call`, the gradients, and a `Variant`."""
     X: gl.constexpr = constants(VARIANT)
-    gl.static_assert(X.kv_stages == 2)  # the place that is given back is the other one
-    inputs = Inputs(q_desc, k_desc, v_desc, do_desc, stats_desc)
+    inputs = Inputs(q_desc, k_desc, v_desc, do_desc, stats_desc, bias_desc)
+    bias_place, bias_s = None, None
+    if X.bias_rows > 0:
+        bias_place = BiasPlace(bias_batch, bias_head, bias_row, bias_key)
+        bias_s = gl.allocate_shared_memory(bias_desc.dtype, [X.stages] + bias_desc.block_shape, bias_desc.layout)
     mask = None
     if X.masked:
         mask = Mask(
@@ -315,14 +331,17 @@ def backward_kernel(
         )
     call = Call(
         sums, turns, ticket, records, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right,
-        key_heads, group, scale, score_scale, softcap, mask,
+        key_heads, group, scale, score_scale, softcap, mask, bias_place,
     )  # fmt: skip
     tiles_s = new_tiles(inputs, X)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, X.keys, X.rows], gl.NVMMASharedLayout(128, 16, 2))
     mailbox = new_mailbox(FIELDS, 4 if X.deterministic else 2)  # consumers and turns
     kv_full, kv_empty = new_barriers(X.kv_stages, 1), new_barriers(X.kv_stages, 2)
     full, empty = new_barriers(X.stages, 2), new_barriers(X.stages, 2)  # q and grad_out; consumers
-    buffers = Buffers(*tiles_s, kv_full, kv_empty, full, empty, full, empty, new_cut_barrier(X))  # type: ignore[call-arg]
+    cut = None
+    if X.masked:
+        cut = new_barriers(1, 1)
+    buffers = Buffers(*tiles_s, kv_full, kv_empty, full, empty, full, empty, cut, bias_s)  # type: ignore[call-arg]
     turn_barriers = Turns(new_barriers(X.stages, 1), new_barriers(X.stages, 1))
     fence_async_shared()
     # Argument tuples have to stand inside the call.

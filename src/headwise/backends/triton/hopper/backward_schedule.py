@@ -21,7 +21,7 @@ from headwise.backends.triton.hopper.gluon_names import (
     mbarrier,
     thread_barrier,
 )
-from headwise.backends.triton.hopper.mailbox import new_barriers, post, read, wait_empty, wait_full
+from headwise.backends.triton.hopper.mailbox import post, read, wait_empty, wait_full
 from headwise.backends.triton.hopper.mask_words import blank_unseen, entry_at, lists_of, seen_words, some_unseen
 from headwise.backends.triton.hopper.sequence_rows import load_rows
 from headwise.backends.triton.hopper.variants import Constants
@@ -44,6 +44,7 @@ class Variant(NamedTuple):
     stages: int  # steps that are loaded ahead
     kv_stages: int  # tiles whose keys and values there is room for
     masked: bool = False  # a packed mask, with lists of the blocks that tiles visit
+    bias_rows: int = 0  # of a block of the bias: as many as a step has, one if it is broadcast over the queries, or none
 
 
 @constexpr_function
@@ -80,6 +81,14 @@ class Call(NamedTuple):
     score_scale: Any  # times a product is a logit in base 2, or twice the argument of its tanh
     softcap: Any  # times log2(e)
     mask: Any  # a `Mask`, or None
+    bias: Any  # where a tile's part of the bias lies: a `BiasPlace`, or None
+
+
+class BiasPlace(NamedTuple):
+    batch: Any  # 1, or 0 where the bias is broadcast over the batch
+    head: Any
+    row: Any  # of the first query and the first key
+    key: Any
 
 
 class Tile(NamedTuple):
@@ -109,6 +118,7 @@ class Inputs(NamedTuple):
     v: Any
     do: Any
     stats: Any
+    bias: Any
 
 
 class Buffers(NamedTuple):
@@ -127,14 +137,7 @@ class Buffers(NamedTuple):
     do_full: Any
     do_empty: Any
     kv_cut: Any  # keys and values have arrived, some of which are to be zeroed; None without a mask
-
-
-@gluon.jit
-def new_cut_barrier(X: gl.constexpr):
-    if X.masked:
-        return new_barriers(1, 1)
-    else:
-        return None
+    bias: Any  # queries down; arrives with q, and its place is free when that of q is
 
 
 @gluon.jit
@@ -204,6 +207,7 @@ def produce(inputs, buffers, mailbox, call, X: gl.constexpr):
     """
     BM: gl.constexpr = X.rows
     BYTES: gl.constexpr = BM * inputs.q.block_shape[-1] * 2 + BM * 4
+    BIAS_BYTES: gl.constexpr = 0 if X.bias_rows == 0 else X.bias_rows * X.keys * inputs.bias.dtype.primitive_bitwidth // 8
     step = 0
     count = 0
     works = call.tiles * call.batch_heads
@@ -234,7 +238,9 @@ def produce(inputs, buffers, mailbox, call, X: gl.constexpr):
                     load_tile(inputs.stats, [stats_row + 1, 0], arrived, buffers.delta.index(stage))
                     wait_empty(buffers.q_empty, step, X.stages)
                     arrived = buffers.q_full.index(stage)
-                    mbarrier.expect(arrived, BYTES)
+                    mbarrier.expect(arrived, BYTES + BIAS_BYTES)
+                    if X.bias_rows > 0:
+                        _load_bias(inputs.bias, call, tile, q_head, block, arrived, buffers.bias.index(stage), X)
                     _load_queries(inputs.q, tile, q_head, block, arrived, buffers.q.index(stage), X)
                     load_tile(inputs.stats, [stats_row, 0], arrived, buffers.lse.index(stage))
                     # After the first q: these places may still be taken by the tile before.
@@ -255,6 +261,15 @@ def produce(inputs, buffers, mailbox, call, X: gl.constexpr):
 @gluon.jit
 def _load_queries(desc, tile, head, block, arrived, buffer, X: gl.constexpr):
     load_rows(desc, tile.batch, head, tile.first_row, tile.rows, block * X.rows, 0, arrived, buffer, X.packed)
+
+
+@gluon.jit
+def _load_bias(desc, call, tile, head, block, arrived, buffer, X: gl.constexpr):
+    place, row = call.bias, 0
+    if X.bias_rows > 1:
+        row = place.row + block * X.rows
+    key = place.key + tile.number * X.keys
+    load_tile(desc, [tile.batch * place.batch, head * place.head, row, key], arrived, buffer)
 
 
 @gluon.jit

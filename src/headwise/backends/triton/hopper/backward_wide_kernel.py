@@ -43,7 +43,6 @@ from headwise.backends.triton.hopper.backward_schedule import (
     constants,
     is_first_at,
     list_of,
-    new_cut_barrier,
     new_tiles,
     next_tile,
     pass_turns,
@@ -310,19 +309,20 @@ def _spread(buffers, handoff, mailbox, may_add, call, X: gl.constexpr):
     do_not_specialize=[
         "tiles", "batch_heads", "heads_together", "rows", "keys", "row_blocks", "all_blocks", "left", "right", "key_heads",
         "group", "bits_batch", "bits_head", "bits_block", "bits_row", "lists_batch", "lists_head", "lists_tile", "seen_at",
+        "bias_batch", "bias_head", "bias_row", "bias_key",
     ],
     do_not_specialize_on_alignment=["ticket", "bits", "lists"],
 )  # fmt: skip
 def wide_backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, sums, turns, ticket, records, bits, lists, tiles,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, sums, turns, ticket, records, bits, lists, tiles,
     batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale, score_scale,
     softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
-    VARIANT: gl.constexpr,
+    bias_batch, bias_head, bias_row, bias_key, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """A persistent program. The parameters are those of `Inputs` and `Call`, the gradients, and a `Variant`."""
     X: gl.constexpr = constants(VARIANT)
     gl.static_assert(X.kv_stages == 1)
-    inputs = Inputs(q_desc, k_desc, v_desc, do_desc, stats_desc)
+    inputs = Inputs(q_desc, k_desc, v_desc, do_desc, stats_desc, None)
     mask = None
     if X.masked:
         mask = Mask(
@@ -330,7 +330,7 @@ def wide_backward_kernel(
         )
     call = Call(
         sums, turns, ticket, records, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right,
-        key_heads, group, scale, score_scale, softcap, mask,
+        key_heads, group, scale, score_scale, softcap, mask, None,
     )  # fmt: skip
     tiles_s = new_tiles(inputs, X)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [X.stages, X.keys, X.rows], gl.NVMMASharedLayout(128, 16, 2))
@@ -339,8 +339,10 @@ def wide_backward_kernel(
     kv_full, kv_empty = new_barriers(1, 1), new_barriers(1, 2)
     q_full, q_empty = new_barriers(X.stages, 1), new_barriers(X.stages, 1)  # `weigh` is done with q before `derive` is
     do_full, do_empty = new_barriers(X.stages, 1), new_barriers(X.stages, 2)
-    cut = new_cut_barrier(X)
-    buffers = Buffers(*tiles_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, cut)  # type: ignore[call-arg]
+    cut = None
+    if X.masked:
+        cut = new_barriers(1, 1)
+    buffers = Buffers(*tiles_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, cut, None)  # type: ignore[call-arg]
     handoff = Handoff(
         p_s, new_barriers(1, 1), new_barriers(1, 1), ds_s, new_barriers(X.stages, 1), new_barriers(X.stages, 1)
     )  # fmt: skip

@@ -161,9 +161,11 @@ def forward_tile(head_dim: int, length: int, packed: bool, banded: bool, tiles: 
     return row.few if tiles < FEW * processors else row.tile
 
 
-def backward_tile(head_dim: int, capped: bool) -> BackwardTile:
-    """A cap needs registers that steps of 64 queries leave."""
+def backward_tile(head_dim: int, capped: bool, biased: bool = False) -> BackwardTile:
+    """A cap needs registers that steps of 64 queries leave; a bias needs shared memory."""
     tile = next(tile for tile in BACKWARD if head_dim <= tile.width)
+    if biased:
+        return tile._replace(rows=64, kv_stages=2 if tile.width <= 64 else 1)
     return tile._replace(rows=64) if capped else tile
 
 
@@ -198,8 +200,10 @@ def covers_backward(args: Attention) -> str | None:
     reason = _not_covered(args, BACKWARD[-1].width)
     if reason is not None:
         return reason
-    if args.bias is not None:
-        return "it reads no bias"
+    if (reason := _bias_not_covered(args)) is not None:
+        return reason
+    if args.bias is not None and args.flags.softcap > 0:
+        return "it reads no bias beside a cap"
     if args.kv_lengths is not None:
         return "it reads no kv_lengths"
     if args.flags.softcap > 0 and not _LEAST_CAP <= args.flags.softcap <= _WIDEST_CAP:
