@@ -162,13 +162,14 @@ def ours(x, grads, results, packing, window, deterministic, mask=None, bias=None
         packed = Packing(*cu, *(int(c.diff().max()) for c in cu))
     call = Attention(x["q"], x["k"], x["v"], mask, bias, sink, None, None, None, packed, flags)
     args = AttentionBackward(
-        grads[0], grads[1].float(), results["0"].to(torch.bfloat16), results["1"].float(), call, False, sink is not None
+        grads[0], grads[1].float(), results["0"].to(torch.bfloat16), results["1"].float(), call, bias is not None, sink is not None
     )
     gpu = StandIn()
     tile = backward_tile(dim, False, bias is not None)._replace(unordered_from=0, banded_unordered_from=0)
     dq, dk, dv, dbias, dsink = backward(gpu, args, tile)
-    assert dbias is None
-    return {"q": dq, "k": dk, "v": dv} | ({} if sink is None else {"sink": dsink})
+    found = {"q": dq, "k": dk, "v": dv, "bias": dbias, "sink": dsink}
+    assert (dbias is None, dsink is None) == (bias is None, sink is None)
+    return {name: grad for name, grad in found.items() if grad is not None}
 
 
 DENSE = {
@@ -238,16 +239,16 @@ def test_masks(name, window, dim, deterministic):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("window", [(None, 0), (60, 20)])
-@pytest.mark.parametrize("shape", [(1, 4, 300, 260), (2, 1, 1, 260)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 4, 300, 264), (2, 1, 1, 264), (2, 1, 300, 264)], ids=str)
 def test_biases(shape, window, masked, dim):
-    batch, heads, key_heads, rows, keys = 2, 4, 2, 300, 260
+    batch, heads, key_heads, rows, keys = 2, 4, 2, 300, 264
     mask = of_documents(rows, keys)[None, None] if masked else None
     bias = normal(*shape, seed=11)
     bias[..., ::9] = -math.inf
     x = {"q": normal(batch, heads, rows, dim, seed=1)}
     x |= {n: normal(batch, key_heads, keys, dim, seed=s) for n, s in (("k", 2), ("v", 3))}
     grads = normal(batch, heads, rows, dim, seed=5), normal(batch, heads, rows, seed=6, dtype=torch.float32)
-    expected = truth(x, grads, None, window, mask=mask, bias=bias)
+    expected = truth(x | {"bias": bias}, grads, None, window, mask=mask)
     found = ours(x, grads, expected, None, window, True, mask, bias)
     for n, grad in found.items():
         assert_close(grad, expected[f"grad of {n}"])

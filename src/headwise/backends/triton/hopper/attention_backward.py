@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from headwise import layout
+from headwise.backends.triton.attention_bias import bias_gradient
 from headwise.backends.triton.blocks import aligned_elements, power_of_two
+from headwise.backends.triton.hopper import dense_bias
 from headwise.backends.triton.hopper.backward_kernel import backward_kernel
 from headwise.backends.triton.hopper.backward_rows import RECORD, find_tiles, finish_dq, prepare_rows
 from headwise.backends.triton.hopper.backward_schedule import Variant
@@ -32,6 +34,7 @@ from headwise.backends.triton.hopper.coverage import (
 )
 from headwise.backends.triton.hopper.descriptors import BiasBox, Box, PackedBox, StatisticsBox
 from headwise.backends.triton.hopper.mask_tiles import NO_STEPS, packed_mask
+from headwise.backends.triton.parameters import inputs_of
 from headwise.backends.triton.partial_sums import sum_partials
 from headwise.backends.triton.scores import band_of, search_block
 
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from headwise.ops.attention._arguments import AttentionBackward
 
 _LOG2E = 1.4426950408889634
-Gradients = tuple[Tensor, Tensor, Tensor, None, Tensor | None]  # of q, k, v, bias and sink
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # of q, k, v, bias and sink
 
 
 def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None) -> Gradients | None:
@@ -51,7 +54,7 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
     call, flags, packing = args.forward, args.forward.flags, args.forward.packing
     if tile is None:
         read = (call.q, call.k, call.v) if call.bias is None else (call.q, call.k, call.v, call.bias)
-        if covers_backward(call) is not None or args.need_bias or not all(map(gpu.aligned, read)):
+        if covers_backward(call) is not None or not all(map(gpu.aligned, read)):
             return None
         tile = backward_tile(call.q.shape[-1], flags.softcap > 0, call.bias is not None)
     packed = packing is not None
@@ -104,6 +107,7 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
             gpu, _cut_mask(call.mask, empty, hidden), rows, keys, (left, right), (tile.keys, tile.rows), keys_down=True,
             upwards=upwards,
         )  # fmt: skip
+    row_stats = gpu.empty((batch, heads, all_rows, 4), torch.float32) if args.need_bias else None
     bias, bias_rows = layout.four_dims(call.bias), 0
     if bias is not None:
         bias_rows = tile.rows if bias.shape[2] > 1 else 1
@@ -112,7 +116,7 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
     gpu.launch(
         prepare_rows,
         (row_blocks * heads * batch,),
-        (grad_out, grad_lse, out, lse, sink, row_records, stats, sums, turns, sink_partials),
+        (grad_out, grad_lse, out, lse, sink, row_records, stats, sums, turns, sink_partials, row_stats),
         (rows, empty, heads, row_blocks, all_blocks, *out.stride()[:3], *grad_out.stride()[:3]),
         (dim, tile.width, padded_dim, tile.rows, align),
     )
@@ -155,7 +159,13 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
     dsink = None
     if call.sink is not None and sink_partials is not None:
         dsink = sum_partials(gpu, sink_partials, (heads,), call.sink.dtype)
-    return (*results, None, dsink)
+    dbias = None
+    if row_stats is not None:
+        if dense_bias.covers(call):
+            dbias = dense_bias.dense_bias_gradient(gpu, call, grad_out, row_stats)
+        else:
+            dbias = bias_gradient(gpu, call, inputs_of(gpu, call), grad_out, row_stats)
+    return (*results, dbias, dsink)
 
 
 def _cut_mask(mask: Tensor, empty: int, hidden: int) -> Tensor:
