@@ -115,7 +115,8 @@ def test_what_the_backward_takes_and_why_it_takes_no_more():
     assert "caps" in covered(flags=FULL._replace(softcap=1e4))
     assert "caps" in covered(flags=FULL._replace(softcap=1e-4))
     assert "bfloat16" in covered(dtype=torch.float32)
-    assert "no mask" in covered(mask=meta(4096, 4096, dtype=torch.bool))
+    assert covered(mask=meta(4096, 4096, dtype=torch.bool)) is None
+    assert "16 bits" in covered(length=2**22, heads=1, batch=1, mask=meta(1, 2**22, dtype=torch.bool))
     assert "no kv_lengths" in covered(lengths=True)
     assert "no q_lengths" in covered(q_lengths=meta(2, dtype=torch.int32))
     assert "no kv_starts" in covered(kv_starts=meta(2, dtype=torch.int32))

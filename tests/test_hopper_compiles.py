@@ -183,8 +183,18 @@ def test_calls_that_are_not_covered_say_why():
 
     assert reason() is None
     assert "bfloat16 and float16" in reason(dtype=torch.float32)
-    assert "no mask" in reason(mask=meta(1000, 1000, dtype=torch.bool))
-    assert "no bias" in reason(bias=meta(1000, 1000))
+    mask = meta(1000, 1000, dtype=torch.bool)
+    assert reason(mask=mask) is None
+    assert reason(CAUSAL, keys=900, mask=meta(1000, 900, dtype=torch.bool)) is None
+    assert "beside kv_lengths" in reason(mask=mask, lengths=True)
+    assert reason(bias=meta(1000, 1000)) is None
+    assert reason(bias=meta(8, 1, 1000, dtype=torch.float32)) is None
+    assert reason(CAUSAL, keys=904, bias=meta(1000, 904), mask=mask[:, :904]) is None
+    assert "broadcast over the keys" in reason(bias=meta(1000, 1))
+    assert "strides of the bias" in reason(bias=meta(1000, 1001)[:, :1000])
+    assert "keys are neighbours" in reason(bias=meta(1000, 1000).T)
+    assert "beside kv_lengths" in reason(bias=meta(1000, 1000), lengths=True)
+    assert "head dims up to 128" in reason(dim=192, bias=meta(1000, 1000))
     assert "no q_lengths yet" in reason(q_lengths=meta(2, dtype=torch.int32))
     assert "no kv_starts yet" in reason(kv_starts=meta(2, dtype=torch.int32))
     assert reason(lengths=True) is None
@@ -222,7 +232,9 @@ def test_explain_says_which_kernel_runs():
 
     assert note() == "forward: the Hopper kernel"
     assert note("sm_80") == "forward: the plain kernel (the Hopper kernels are for sm_90, and this GPU is sm_80)"
-    assert "the plain kernel (it reads no mask)" in note(mask=meta(1024, 1024, dtype=torch.bool))
+    assert note(mask=meta(1024, 1024, dtype=torch.bool)) == "forward: the Hopper kernel"
+    assert note(bias=meta(1024, 1024)) == "forward: the Hopper kernel"
+    assert "the plain kernel (it reads no bias that is broadcast over the keys)" in note(bias=meta(1024, 1))
     q.requires_grad_()
     assert note() == "forward: the Hopper kernel; backward: the Hopper kernel"
     lengths = meta(2, dtype=torch.int32)

@@ -34,18 +34,21 @@ class StandIn(Interpreter):
 
     def launch(self, kernel, grid, tensors, numbers=(), constants=(), *, descriptors=(), **options):
         if descriptors:
-            gradients([x for x, _ in descriptors], tensors, numbers, constants[0])
+            gradients([None if d is None else d[0] for d in descriptors], tensors, numbers, constants[0])
         else:
             super().launch(kernel, grid, tensors, numbers, constants, **options)
 
 
 def gradients(described, tensors, numbers, variant):
     """What the kernel does, tile by tile of keys."""
-    q, k, v, do, stats, dk, dv = described
-    sums, turns, _, records = tensors
+    q, k, v, do, stats, dk, dv, bias = described
+    bias_batch, bias_head, bias_row, bias_key = numbers[-4:]
+    sums, turns, _, records, bits, lists = tensors
+    steps = numbers[-12:-4]
+    upwards = variant.deterministic and variant.has_right and not variant.has_left and records is None
     tiles, _, _, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale = numbers[:12]
     for batch in range(q.shape[0]):
-        for tile in range(tiles):
+        for tile in range(tiles - 1, -1, -1) if upwards else range(tiles):
             first_row, first_key, number, first_block, bad = 0, 0, tile, batch * row_blocks, 0
             if records is not None:
                 first_row, rows, first_key, keys, number, first_block, bad, _ = records[tile].tolist()
@@ -55,26 +58,64 @@ def gradients(described, tensors, numbers, variant):
             here = slice(first_key + low, first_key + high)
             for key_head in range(key_heads):
                 of_k, of_v = (x[batch, key_head, here].float() for x in (k, v))
+                if variant.masked:  # what nobody sees is overwritten
+                    seen = seen_keys(lists, steps, batch, key_head * group, group, low, high)
+                    of_k, of_v = of_k * 1, of_v * 1
+                    of_k[~seen] = of_v[~seen] = 0
                 sum_dk, sum_dv = torch.zeros_like(of_k), torch.zeros_like(of_v)
                 for head in range(key_head * group, key_head * group + group):
-                    for block in range(-(-rows // variant.rows)):
+                    blocks = [(block, None) for block in range(-(-rows // variant.rows))]
+                    if variant.masked:
+                        blocks = visited(lists, steps, batch, head, number)
+                    for block, rank in blocks:
                         row = torch.arange(block * variant.rows, min(block * variant.rows + variant.rows, rows))
                         distance = torch.arange(low, high) - (row[:, None] + keys - rows)
                         seen = (distance >= (-left if left >= 0 else -math.inf)) & (
                             distance <= (right if right >= 0 else math.inf)
                         )
-                        if not seen.any():
+                        if variant.masked:
+                            seen &= unpacked(bits, steps, batch, head, low, high, row).T
+                        elif not seen.any():
                             continue
                         of_q, of_do = (x[batch, head, first_row + row].float() for x in (q, do))
                         at = head * all_blocks + first_block + block
                         lse, delta = stats[2 * at, : len(row), None], stats[2 * at + 1, : len(row), None]
-                        p = torch.where(seen, torch.exp2(of_q @ of_k.T * (scale * math.log2(math.e)) - lse), 0)
+                        logits = of_q @ of_k.T * scale
+                        if bias is not None:
+                            of_head = bias[batch * bias_batch, head * bias_head, :, bias_key + low : bias_key + high]
+                            logits += of_head if variant.bias_rows == 1 else of_head[bias_row + row]
+                        p = torch.where(seen, torch.exp2(logits * math.log2(math.e) - lse), 0)
                         ds = p * (of_do @ of_v.T - delta)
                         sum_dk += ds.T @ of_q
                         sum_dv += p.T @ of_do
+                        if rank is not None and turns is not None:
+                            assert turns[at] == rank
                         add(sums, turns, at, ds @ of_k, variant)
                 dk[batch, key_head, here] = (sum_dk * scale + (math.nan if bad else 0)).to(dk.dtype)
                 dv[batch, key_head, here] = (sum_dv + (math.nan if bad else 0)).to(dv.dtype)
+
+
+def visited(lists, steps, batch, head, number):
+    """(block, rank) of a tile's list. The blocks that are seen whole are not distinguished: their bits are all set."""
+    at = batch * steps[4] + head * steps[5] + number * steps[6]
+    count = int(lists[at] + lists[at + 1])
+    return [(int(x) & 0xFFFF, int(x) >> 16) for x in lists[at + 2 : at + 2 + count]]
+
+
+def unpacked(bits, steps, batch, head, low, high, row):
+    """(keys, queries) bool."""
+    words = bits[
+        batch * steps[0] + head * steps[1] + (row // 128)[None, :] * steps[2] + torch.arange(low, high)[:, None] * steps[3]
+        + (row % 8 // 2)[None, :]
+    ]  # fmt: skip
+    return (words >> (row % 128 // 8 * 2 + row % 2)[None, :]) & 1 != 0
+
+
+def seen_keys(lists, steps, batch, head, group, low, high):
+    key = torch.arange(low, high)
+    at = batch * steps[4] + steps[7] + key // 128 * 4 + key % 8 // 2
+    words = [lists[at + (head + member) * steps[5]] for member in range(group)]
+    return torch.stack([(w >> (key % 128 // 8 * 2 + key % 2)) & 1 != 0 for w in words]).any(0)
 
 
 def add(sums, turns, at, dq, variant):
@@ -100,18 +141,18 @@ def normal(*shape, seed, dtype=torch.bfloat16):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def truth(x, grads, packing, window):
+def truth(x, grads, packing, window, **scores):
     """Outputs and gradients in float64."""
 
     def run(**t):
         if packing is None:
-            return direct.attention(**t, window=window)
+            return direct.attention(**t, window=window, **scores)
         return direct.varlen(t.pop("q"), t.pop("k"), t.pop("v"), *packing, window=window, **t)
 
     return direct.results_of(run, x, grads, torch.float64)
 
 
-def ours(x, grads, results, packing, window, deterministic):
+def ours(x, grads, results, packing, window, deterministic, mask=None, bias=None):
     left, right = (-1 if side is None else side for side in window)
     dim, sink = x["q"].shape[-1], x.get("sink")
     flags = Flags(left, right, 1 / math.sqrt(dim), 0.0, deterministic)
@@ -119,15 +160,16 @@ def ours(x, grads, results, packing, window, deterministic):
     if packing is not None:
         cu = [torch.tensor(offsets, dtype=torch.int32) for offsets in packing]
         packed = Packing(*cu, *(int(c.diff().max()) for c in cu))
-    call = Attention(x["q"], x["k"], x["v"], None, None, sink, None, None, None, packed, flags)
+    call = Attention(x["q"], x["k"], x["v"], mask, bias, sink, None, None, None, packed, flags)
     args = AttentionBackward(
-        grads[0], grads[1].float(), results["0"].to(torch.bfloat16), results["1"].float(), call, False, sink is not None
+        grads[0], grads[1].float(), results["0"].to(torch.bfloat16), results["1"].float(), call, bias is not None, sink is not None
     )
     gpu = StandIn()
-    tile = backward_tile(dim, False)._replace(unordered_from=0, banded_unordered_from=0)
+    tile = backward_tile(dim, False, bias is not None)._replace(unordered_from=0, banded_unordered_from=0)
     dq, dk, dv, dbias, dsink = backward(gpu, args, tile)
-    assert dbias is None
-    return {"q": dq, "k": dk, "v": dv} | ({} if sink is None else {"sink": dsink})
+    found = {"q": dq, "k": dk, "v": dv, "bias": dbias, "sink": dsink}
+    assert (dbias is None, dsink is None) == (bias is None, sink is None)
+    return {name: grad for name, grad in found.items() if grad is not None}
 
 
 DENSE = {
@@ -157,6 +199,59 @@ def test_dense(name, dim, deterministic):
         assert_close(grad, expected[f"grad of {n}"])
     assert not found["q"][:, :, unseen.all(1)].any()
     assert not found["k"][:, :, unseen.all(0)].any()
+
+
+def of_documents(queries, keys):
+    return torch.arange(queries)[:, None] // 70 == torch.arange(keys) // 70
+
+
+MASKS = {
+    "per query": lambda b, h, q, k: torch.rand(q, k, generator=torch.Generator().manual_seed(9)) < 0.3,
+    "per head": lambda b, h, q, k: (
+        (torch.rand(b, h, q, k, generator=torch.Generator().manual_seed(9)) < 0.02) & (torch.arange(k) % 7 > 0)
+    ),
+    "documents": lambda b, h, q, k: of_documents(q, k)[None, None],
+    "padding": lambda b, h, q, k: torch.arange(k) < torch.arange(k // 3, k // 3 + b)[:, None, None, None],
+    "queries": lambda b, h, q, k: torch.arange(q)[:, None] % 5 > 0,
+}
+
+
+@pytest.mark.parametrize(("dim", "deterministic"), [(64, True), (128, False), (192, True)])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (60, 20)])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name, window, dim, deterministic):
+    batch, heads, key_heads, rows, keys = 2, 4, 2, 300, 260
+    mask = MASKS[name](batch, heads, rows, keys)
+    x = {"q": normal(batch, heads, rows, dim, seed=1)}
+    x |= {n: normal(batch, key_heads, keys, dim, seed=s) for n, s in (("k", 2), ("v", 3))}
+    grads = normal(batch, heads, rows, dim, seed=5), normal(batch, heads, rows, seed=6, dtype=torch.float32)
+    expected = truth(x, grads, None, window, mask=mask)
+    seen = (mask & direct.visible_keys(rows, keys, window=window)).expand(batch, heads, rows, keys)
+    used = seen.any(2).unflatten(1, (key_heads, -1)).any(2)
+    x["k"][~used] = x["v"][~used] = math.nan
+    found = ours(x, grads, expected, None, window, deterministic, mask)
+    for n, grad in found.items():
+        assert_close(grad, expected[f"grad of {n}"])
+    assert not found["q"][~seen.any(3)].any()
+    assert not found["k"][~used].any()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("window", [(None, 0), (60, 20)])
+@pytest.mark.parametrize("shape", [(1, 4, 300, 264), (2, 1, 1, 264), (2, 1, 300, 264)], ids=str)
+def test_biases(shape, window, masked, dim):
+    batch, heads, key_heads, rows, keys = 2, 4, 2, 300, 264
+    mask = of_documents(rows, keys)[None, None] if masked else None
+    bias = normal(*shape, seed=11)
+    bias[..., ::9] = -math.inf
+    x = {"q": normal(batch, heads, rows, dim, seed=1)}
+    x |= {n: normal(batch, key_heads, keys, dim, seed=s) for n, s in (("k", 2), ("v", 3))}
+    grads = normal(batch, heads, rows, dim, seed=5), normal(batch, heads, rows, seed=6, dtype=torch.float32)
+    expected = truth(x | {"bias": bias}, grads, None, window, mask=mask)
+    found = ours(x, grads, expected, None, window, True, mask, bias)
+    for n, grad in found.items():
+        assert_close(grad, expected[f"grad of {n}"])
 
 
 # None of either, rows that see nothing, keys that nothing sees; tokens of no sequence behind them.

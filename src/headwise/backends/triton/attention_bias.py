@@ -121,7 +121,7 @@ def bias_gradient(gpu: Gpu, args: Attention, x: Inputs, grad_out: Tensor, stats:
         return gpu.zeros(args.bias.shape, args.bias.dtype)
     size = 32 if max(head_dim, value_dim) * x.q.element_size() > 256 else 64
     tile = AttentionTile(size, size, warps=4, stages=1)
-    counts = (batch, heads, -(-q_length // size), -(-k_length // size))
+    counts = (batch, heads, -(-q_length // tile.queries), -(-k_length // tile.keys))
     per = [n > 1 for n in x.bias.shape]
     owners = math.prod(n for n, owned in zip(counts, per, strict=True) if owned)
     readers = math.prod(counts) // owners

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from headwise import layout
+from headwise.backends.triton.attention_bias import bias_gradient
 from headwise.backends.triton.blocks import aligned_elements, power_of_two
+from headwise.backends.triton.hopper import dense_bias
 from headwise.backends.triton.hopper.backward_kernel import backward_kernel
 from headwise.backends.triton.hopper.backward_rows import RECORD, find_tiles, finish_dq, prepare_rows
 from headwise.backends.triton.hopper.backward_schedule import Variant
@@ -30,7 +32,9 @@ from headwise.backends.triton.hopper.coverage import (
     heads_outside,
     strides_fit,
 )
-from headwise.backends.triton.hopper.descriptors import Box, PackedBox, StatisticsBox
+from headwise.backends.triton.hopper.descriptors import BiasBox, Box, PackedBox, StatisticsBox
+from headwise.backends.triton.hopper.mask_tiles import NO_STEPS, packed_mask
+from headwise.backends.triton.parameters import inputs_of
 from headwise.backends.triton.partial_sums import sum_partials
 from headwise.backends.triton.scores import band_of, search_block
 
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
     from headwise.ops.attention._arguments import AttentionBackward
 
 _LOG2E = 1.4426950408889634
-Gradients = tuple[Tensor, Tensor, Tensor, None, Tensor | None]  # of q, k, v, bias and sink
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # of q, k, v, bias and sink
 
 
 def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None) -> Gradients | None:
@@ -49,9 +53,10 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
     """
     call, flags, packing = args.forward, args.forward.flags, args.forward.packing
     if tile is None:
-        if covers_backward(call) is not None or not all(map(gpu.aligned, (call.q, call.k, call.v))):
+        read = (call.q, call.k, call.v) if call.bias is None else (call.q, call.k, call.v, call.bias)
+        if covers_backward(call) is not None or not all(map(gpu.aligned, read)):
             return None
-        tile = backward_tile(call.q.shape[-1], flags.softcap > 0)
+        tile = backward_tile(call.q.shape[-1], flags.softcap > 0, call.bias is not None)
     packed = packing is not None
     q, k, v = heads_outside(call)
     (batch, heads, all_rows, dim), (_, key_heads, all_keys, _) = q.shape, k.shape
@@ -95,12 +100,23 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
             (left >= 0, right >= 0, tile.rows, tile.keys, search_block(sequences)),
         )
 
+    masked = None
+    if call.mask is not None:
+        upwards = deterministic and right >= 0 and left < 0
+        masked = packed_mask(
+            gpu, _cut_mask(call.mask, empty, hidden), rows, keys, (left, right), (tile.keys, tile.rows), keys_down=True,
+            upwards=upwards,
+        )  # fmt: skip
+    row_stats = gpu.empty((batch, heads, all_rows, 4), torch.float32) if args.need_bias else None
+    bias, bias_rows = layout.four_dims(call.bias), 0
+    if bias is not None:
+        bias_rows = tile.rows if bias.shape[2] > 1 else 1
     align = aligned_elements(out, grad_out, dq)
     padded_dim = power_of_two(tile.width)
     gpu.launch(
         prepare_rows,
         (row_blocks * heads * batch,),
-        (grad_out, grad_lse, out, lse, sink, row_records, stats, sums, turns, sink_partials),
+        (grad_out, grad_lse, out, lse, sink, row_records, stats, sums, turns, sink_partials, row_stats),
         (rows, empty, heads, row_blocks, all_blocks, *out.stride()[:3], *grad_out.stride()[:3]),
         (dim, tile.width, padded_dim, tile.rows, align),
     )
@@ -109,23 +125,26 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
     gpu.launch(
         backward_kernel if tile.width <= 128 else wide_backward_kernel,
         (min(tiles * batch * key_heads, gpu.multiprocessors),),
-        (sums, turns, gpu.counters(1), tile_records),
+        (sums, turns, gpu.counters(1), tile_records, *((None, None) if masked is None else masked[:2])),
         (
             tiles, batch * key_heads,
             _heads_together(deterministic, left, right, tiles, row_blocks, batch * key_heads, gpu.multiprocessors),
             rows, keys, row_blocks, all_blocks, left, right, key_heads, heads // key_heads, flags.scale,
             2 * _LOG2E * flags.scale / flags.softcap if flags.softcap else _LOG2E * flags.scale, flags.softcap * _LOG2E,
+            *(NO_STEPS if masked is None else masked.steps),
+            *((0,) * 4 if bias is None else (int(bias.shape[0] > 1), int(bias.shape[1] > 1), empty, hidden)),
         ),
         (
             Variant(
                 flags.softcap > 0, left >= 0, right >= 0, packed, heads > key_heads, deterministic, tile.rows, tile.keys,
-                tile.width, tile.stages, tile.kv_stages,
+                tile.width, tile.stages, tile.kv_stages, masked is not None, bias_rows,
             ),
         ),
         descriptors=(
             (q[:, :, empty:], of_rows), (k[:, :, hidden:], of_keys), (v[:, :, hidden:], of_keys),
             (grad_out[:, :, empty:], of_rows), (stats, StatisticsBox(tile.rows)),
             (dk[:, :, hidden:], of_keys), (dv[:, :, hidden:], of_keys),
+            None if bias is None else (bias, BiasBox(bias_rows, tile.keys)),
         ),
     )  # fmt: skip
     columns = 32 if tile.width * tile.rows == 64 * 64 else 64  # of a piece of dQ as the kernel adds it
@@ -140,7 +159,21 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
     dsink = None
     if call.sink is not None and sink_partials is not None:
         dsink = sum_partials(gpu, sink_partials, (heads,), call.sink.dtype)
-    return (*results, None, dsink)
+    dbias = None
+    if row_stats is not None:
+        if dense_bias.covers(call):
+            dbias = dense_bias.dense_bias_gradient(gpu, call, grad_out, row_stats)
+        else:
+            dbias = bias_gradient(gpu, call, inputs_of(gpu, call), grad_out, row_stats)
+    return (*results, dbias, dsink)
+
+
+def _cut_mask(mask: Tensor, empty: int, hidden: int) -> Tensor:
+    """Without the rows that see nothing and the keys that nothing sees, by the band alone."""
+    mask = layout.four_dims(mask)
+    if mask.shape[2] > 1:
+        mask = mask[:, :, empty:]
+    return mask[..., hidden:] if mask.shape[3] > 1 else mask
 
 
 def _gradient(gpu: Gpu, x: Tensor, zeros: bool) -> Tensor:

@@ -11,14 +11,17 @@ from headwise import layout
 from headwise.backends.triton.hopper.coverage import (
     ForwardTile,
     as_entries,
+    biased_tile,
     covers_forward,
     forward_tile,
     heads_outside,
+    masked_tile,
     tiles_in_all,
 )
-from headwise.backends.triton.hopper.descriptors import Box, PackedBox
+from headwise.backends.triton.hopper.descriptors import BiasBox, Box, PackedBox
 from headwise.backends.triton.hopper.forward_kernel import forward_kernel
 from headwise.backends.triton.hopper.forward_schedule import Variant
+from headwise.backends.triton.hopper.mask_tiles import NO_STEPS, packed_mask
 from headwise.backends.triton.scores import band_of
 
 if TYPE_CHECKING:
@@ -39,7 +42,8 @@ def forward(gpu: Gpu, args: Attention, tile: ForwardTile | None = None) -> tuple
     A ``tile`` is for measuring and tests: the call is made in it, whether it would be chosen for such calls or not.
     """
     if tile is None:
-        if covers_forward(args) is not None or not all(map(gpu.aligned, (args.q, args.k, args.v))):
+        read = (args.q, args.k, args.v) if args.bias is None else (args.q, args.k, args.v, args.bias)
+        if covers_forward(args) is not None or not all(map(gpu.aligned, read)):
             return None
         tile = _chosen_tile(gpu, args)
     q, k, v = heads_outside(args)
@@ -68,6 +72,14 @@ def forward(gpu: Gpu, args: Attention, tile: ForwardTile | None = None) -> tuple
     logit_scale, cap_scale = flags.scale * _LOG2E, 1.0
     if flags.softcap:
         logit_scale, cap_scale = flags.softcap * _LOG2E, 2.0 * _LOG2E * flags.scale / flags.softcap
+    masked = None
+    if args.mask is not None:
+        masked = packed_mask(
+            gpu, args.mask, q_length, k_length, (left, right), (_ROWS * tile.consumers, tile.keys)
+        )  # fmt: skip
+    bias, bias_rows = layout.four_dims(args.bias), 0
+    if bias is not None:
+        bias_rows = _ROWS * tile.consumers if bias.shape[2] > 1 else 1
     box = Box if packing is None else PackedBox
     rows, keys = box(_ROWS, tile.d0), box(tile.keys, tile.d0)
     more_rows, more_keys = box(_ROWS, tile.d1), box(tile.keys, tile.d1)
@@ -75,21 +87,27 @@ def forward(gpu: Gpu, args: Attention, tile: ForwardTile | None = None) -> tuple
     gpu.launch(
         forward_kernel,
         (min(gpu.multiprocessors, works),),
-        (lse, sink, kv_lengths, cu_q, cu_k, gpu.counters(1)),
+        (
+            lse, sink, kv_lengths, cu_q, cu_k, gpu.counters(1), *((None, None) if masked is None else masked[:2]),
+        ),
         (
             q_length, k_length, heads, heads // key_heads, tiles, works, _heads_at_once(q, k), left, right, *packed,
-            logit_scale, cap_scale,
+            logit_scale, cap_scale, *(NO_STEPS if masked is None else masked.steps),
+            *((0, 0) if bias is None else (int(bias.shape[0] > 1), int(bias.shape[1] > 1))),
         ),
         (
             Variant(
                 has_left=left >= 0, has_right=right >= 0, has_cap=flags.softcap > 0, packed=packing is not None,
                 cut=packing is not None or kv_lengths is not None or unseen, tile=tile,
+                masked=masked is not None, mask_is_endless=masked is not None and masked.one_across,
+                bias_rows=bias_rows,
             ),
         ),
         descriptors=(
             (q, rows), (q, more_rows) if two else None, (k, keys), (k, more_keys) if two else None,
             (v, keys), (v, more_keys) if two else None, (described_out, rows),
             (described_out, more_rows) if two and not tile.one_o else None,
+            None if bias is None else (bias, BiasBox(bias_rows, tile.keys)),
         ),
     )  # fmt: skip
     return out, lse
@@ -99,6 +117,10 @@ def _chosen_tile(gpu: Gpu, args: Attention) -> ForwardTile:
     q, _, _ = heads_outside(args)
     banded = args.flags.left >= 0 or args.flags.right >= 0
     length = q.shape[2]
+    if args.bias is not None:
+        return biased_tile(q.shape[3], args.bias.element_size())
+    if args.mask is not None:
+        return masked_tile(q.shape[3])
     if args.packing is not None:  # what a sequence has, on average
         sequences = args.packing.cu_q.shape[0] - 1
         length = min(args.packing.max_q, -(-length // max(sequences, 1)))

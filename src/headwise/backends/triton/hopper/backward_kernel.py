@@ -21,12 +21,17 @@ the order of the registers (`in_fragment_order`), so that a warp adds 512 bytes 
 Shared memory that a loop reads at a fixed place is indexed with a zero that the compiler cannot see through (`opaque_zero`):
 otherwise it keeps the descriptors of all the products in registers, dozens of them, and spills.
 
+A bias lies in shared memory as well, which then has one place for keys and values up to head dim 128.
+
 In the signatures, HALF is the number of a consumer and X are the constants of a `Variant`.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from headwise.backends.triton.hopper.backward_math import (
+    LOG2E,
     add_to_sums,
     only_seen,
     opaque_zero,
@@ -36,14 +41,17 @@ from headwise.backends.triton.hopper.backward_math import (
 )
 from headwise.backends.triton.hopper.backward_schedule import (
     FIELDS,
+    BiasPlace,
     Buffers,
     Call,
     Inputs,
     Turns,
     await_turns,
+    block_and_rank,
     block_at,
     constants,
     is_first_at,
+    list_of,
     new_tiles,
     next_tile,
     pass_turns,
@@ -59,15 +67,29 @@ from headwise.backends.triton.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from headwise.backends.triton.hopper.mailbox import new_barriers, new_mailbox, wait_full
+from headwise.backends.triton.hopper.mask_words import LIST_HEADER, Mask, bits_of, load_words, only_visible
 from headwise.backends.triton.hopper.sequence_rows import store_rows
+
+
+class Listed(NamedTuple):
+    """What a step needs to know of a mask."""
+
+    first: Any  # no other tile adds to these sums before this one
+    words: Any  # of its block
+    bits: Any  # of its head
+    coming: Any  # the block of the next step
+    more: Any  # is there one that needs the mask?
 
 
 @gluon.jit
 def _step(
-    HALF: gl.constexpr, products, dk, dv, step, block, more, place, sums_at, low, tile, buffers, ds_s, turns, call,
+    HALF: gl.constexpr, products, dk, dv, step, block, listed, more, place, sums_at, low, tile, buffers, ds_s, turns, call,
     MASKED: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
-    """One block of queries, of which the products q·k are known; returns those of the next one, too."""
+    """One block of queries, of which the products q·k are known; returns those of the next one, too.
+
+    With a mask, ``listed``: a `Listed`, of which the words of the next step are returned.
+    """
     BM: gl.constexpr = X.rows
     D: gl.constexpr = X.dim
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
@@ -91,9 +113,16 @@ def _step(
     do = buffers.do.index(stage).reshape([BM, D])
 
     dp_started = warpgroup_mma(own_v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    p = weights_of(products, buffers.lse.index(stage).load(S_LAYOUT), call, X)
+    lse = buffers.lse.index(stage).load(S_LAYOUT)
+    if X.bias_rows > 0:
+        bias = buffers.bias.index(stage).reshape([X.bias_rows, X.keys]).slice(HALF * 64, 64, dim=1)
+        lse = lse - bias.permute((1, 0)).load(S_LAYOUT).to(gl.float32) * LOG2E
+    p = weights_of(products, lse, call, X)
     if MASKED:
-        p = only_seen(p, block, low, tile, call, X)
+        if X.masked:
+            p = only_visible(p, listed.words, 0.0)
+        if X.has_left or X.has_right or not X.masked:
+            p = only_seen(p, block, low, tile, call, X)
     p_16 = gl.convert_layout(p.to(q.dtype), LEFT_OPERAND)
     dv_started = warpgroup_mma(p_16, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, [dp_started])
@@ -114,14 +143,22 @@ def _step(
     dq, dv, p_16 = warpgroup_mma_wait(1, [dq_started, dv_started, p_16])
     if X.deterministic:
         wait_full(turns.may_add, step, X.stages)
-    add_to_sums(dq, sums_at, is_first_at(block, tile, X), X)
+    if X.masked:
+        add_to_sums(dq, sums_at, listed.first, X)
+    else:
+        add_to_sums(dq, sums_at, is_first_at(block, tile, X), X)
     # S of the next step follows dK without a gap; after the last step it is of no use.
     wait_full(buffers.q_full, step + 1, X.stages, more)
     next_q = buffers.q.index((step + 1) % X.stages).reshape([BM, D])
     s_started = warpgroup_mma(own_k, next_q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    words = 0
+    if X.masked and MASKED:  # here registers are free, and the products take as long as memory does
+        words = load_words(
+            call.mask, listed.bits, listed.coming, low + opaque_zero(), tile.keys, listed.more, S_LAYOUT, 64, BM
+        )  # fmt: skip
     products, dk, ds_operand = warpgroup_mma_wait(0, [s_started, dk_started, ds_operand])
     mbarrier.arrive(buffers.q_empty.index(stage))
-    return products, dk, dv
+    return products, dk, dv, words
 
 
 @gluon.jit
@@ -132,9 +169,33 @@ def _walk(
     """The steps of the blocks of queries from ``begin`` to ``end``; ``past``: the last step of the tile, and one."""
     for i in range(0, end - begin):
         block = block_at(i, begin, end, X)
-        products, dk, dv = _step(
-            HALF, products, dk, dv, step, block, step + 1 < past, place, head_sums + block.to(gl.int64) * (X.rows * X.dim),
+        products, dk, dv, _ = _step(
+            HALF, products, dk, dv, step, block, None, step + 1 < past, place, head_sums + block.to(gl.int64) * (X.rows * X.dim),
             low, tile, buffers, ds_s, turns, call, MASKED, X,
+        )  # fmt: skip
+        step += 1
+    return products, dk, dv, step
+
+
+@gluon.jit
+def _walk_list(
+    HALF: gl.constexpr, products, dk, dv, step, list_at, bits, begin, end, past, place, head_sums, low, tile, buffers, ds_s,
+    turns, call, MASKED: gl.constexpr, X: gl.constexpr,
+):  # fmt: skip
+    """The steps of the entries of a list from ``begin`` to ``end``; entries and words are loaded a step ahead."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.rows, 16])
+    entries = list_at + LIST_HEADER
+    entry = gl.load(entries + begin, mask=begin < end, other=0)
+    words = 0
+    if MASKED:
+        words = load_words(call.mask, bits, entry & 0xFFFF, low, tile.keys, begin < end, S_LAYOUT, 64, X.rows)
+    for i in range(begin, end):
+        block, rank = block_and_rank(entry)
+        entry = gl.load(entries + i + 1, mask=i + 1 < end, other=0)
+        listed = Listed(rank == 0, words, bits, entry & 0xFFFF, i + 1 < end)
+        products, dk, dv, words = _step(
+            HALF, products, dk, dv, step, block, listed, step + 1 < past, place,
+            head_sums + block.to(gl.int64) * (X.rows * X.dim), low, tile, buffers, ds_s, turns, call, MASKED, X,
         )  # fmt: skip
         step += 1
     return products, dk, dv, step
@@ -160,6 +221,8 @@ def _consume(HALF: gl.constexpr, dk_desc, dv_desc, buffers, ds_s, mailbox, turns
         dk = gl.zeros([64, D], gl.float32, DK_LAYOUT)
         wait_full(buffers.kv_full, count, X.kv_stages)
         past = step + (tile.end - tile.begin) * call.group
+        if X.masked:
+            past = step + tile.end
         members = 1  # as a constant, it leaves no loop behind
         if X.grouped:
             members = call.group
@@ -170,7 +233,8 @@ def _consume(HALF: gl.constexpr, dk_desc, dv_desc, buffers, ds_s, mailbox, turns
             products = warpgroup_mma_wait(0, [s_started])
             # The gradients of the tile before have left by now.
             wait_for_stores(0)
-            mbarrier.arrive(buffers.kv_empty.index((count + 1) % X.kv_stages), pred=count > 0)
+            if X.kv_stages == 2:
+                mbarrier.arrive(buffers.kv_empty.index((count + 1) % X.kv_stages), pred=count > 0)
             for member in range(0, members):
                 head_sums = (
                     call.sums
@@ -181,23 +245,36 @@ def _consume(HALF: gl.constexpr, dk_desc, dv_desc, buffers, ds_s, mailbox, turns
                 masked_begin, masked_end = tile.whole_end, tile.end
                 if X.upwards:
                     masked_begin, masked_end = tile.begin, tile.whole_begin
-                if X.has_left or X.upwards:
+                if X.masked:
+                    list_at, parts, blocks = list_of(tile, member, call)
+                    bits = bits_of(call.mask, tile.batch, tile.head * call.group + member)
+                    products, dk, dv, step = _walk_list(
+                        HALF, products, dk, dv, step, list_at, bits, 0, parts, past, place, head_sums, low, tile, buffers,
+                        ds_s, turns, call, True, X,
+                    )  # fmt: skip
+                    products, dk, dv, step = _walk_list(
+                        HALF, products, dk, dv, step, list_at, bits, parts, blocks, past, place, head_sums, low, tile,
+                        buffers, ds_s, turns, call, False, X,
+                    )  # fmt: skip
+                elif X.has_left or X.upwards:
                     products, dk, dv, step = _walk(
                         HALF, products, dk, dv, step, masked_begin, masked_end, past, place, head_sums, low, tile, buffers,
                         ds_s, turns, call, True, X,
                     )  # fmt: skip
-                products, dk, dv, step = _walk(
-                    HALF, products, dk, dv, step, tile.whole_begin, tile.whole_end, past, place, head_sums, low, tile,
-                    buffers, ds_s, turns, call, False, X,
-                )  # fmt: skip
-                if not X.upwards:
+                if not X.masked:
+                    products, dk, dv, step = _walk(
+                        HALF, products, dk, dv, step, tile.whole_begin, tile.whole_end, past, place, head_sums, low, tile,
+                        buffers, ds_s, turns, call, False, X,
+                    )  # fmt: skip
+                if not X.upwards and not X.masked:
                     products, dk, dv, step = _walk(
                         HALF, products, dk, dv, step, tile.begin, tile.whole_begin, past, place, head_sums, low, tile,
                         buffers, ds_s, turns, call, True, X,
                     )  # fmt: skip
         else:
             wait_for_stores(0)
-            mbarrier.arrive(buffers.kv_empty.index((count + 1) % X.kv_stages), pred=count > 0)
+            if X.kv_stages == 2:
+                mbarrier.arrive(buffers.kv_empty.index((count + 1) % X.kv_stages), pred=count > 0)
         # K is read by both consumers, for dQ: its place is free for dK when both are here.
         wait_for_consumers(256)
         dk *= call.scale
@@ -218,6 +295,9 @@ def _consume(HALF: gl.constexpr, dk_desc, dv_desc, buffers, ds_s, mailbox, turns
                 dk_desc, tile.batch, tile.head, tile.first_key, tile.keys, tile.number * X.keys, 0, buffers.k.index(place),
                 X.packed,
             )  # fmt: skip
+        if X.kv_stages == 1:
+            wait_for_stores(0)
+            mbarrier.arrive(buffers.kv_empty.index(0))
         count += 1
         tile = next_tile(mailbox, count)
     wait_for_stores(0)
@@ -226,29 +306,42 @@ def _consume(HALF: gl.constexpr, dk_desc, dv_desc, buffers, ds_s, mailbox, turns
 @gluon.jit(
     do_not_specialize=[
         "tiles", "batch_heads", "heads_together", "rows", "keys", "row_blocks", "all_blocks", "left", "right", "key_heads",
-        "group",
+        "group", "bits_batch", "bits_head", "bits_block", "bits_row", "lists_batch", "lists_head", "lists_tile", "seen_at",
+        "bias_batch", "bias_head", "bias_row", "bias_key",
     ],
-    do_not_specialize_on_alignment=["ticket"],
+    do_not_specialize_on_alignment=["ticket", "bits", "lists"],
 )  # fmt: skip
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, sums, turns, ticket, records, tiles, batch_heads,
-    heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale, score_scale, softcap,
-    VARIANT: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, sums, turns, ticket, records, bits, lists, tiles,
+    batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale, score_scale,
+    softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
+    bias_batch, bias_head, bias_row, bias_key, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """A persistent program. The parameters are those of `Inputs` and `Call`, the gradients, and a `Variant`."""
     X: gl.constexpr = constants(VARIANT)
-    gl.static_assert(X.kv_stages == 2)  # the place that is given back is the other one
-    inputs = Inputs(q_desc, k_desc, v_desc, do_desc, stats_desc)
+    inputs = Inputs(q_desc, k_desc, v_desc, do_desc, stats_desc, bias_desc)
+    bias_place, bias_s = None, None
+    if X.bias_rows > 0:
+        bias_place = BiasPlace(bias_batch, bias_head, bias_row, bias_key)
+        bias_s = gl.allocate_shared_memory(bias_desc.dtype, [X.stages] + bias_desc.block_shape, bias_desc.layout)
+    mask = None
+    if X.masked:
+        mask = Mask(
+            bits, lists, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at
+        )
     call = Call(
         sums, turns, ticket, records, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right,
-        key_heads, group, scale, score_scale, softcap,
+        key_heads, group, scale, score_scale, softcap, mask, bias_place,
     )  # fmt: skip
     tiles_s = new_tiles(inputs, X)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, X.keys, X.rows], gl.NVMMASharedLayout(128, 16, 2))
     mailbox = new_mailbox(FIELDS, 4 if X.deterministic else 2)  # consumers and turns
     kv_full, kv_empty = new_barriers(X.kv_stages, 1), new_barriers(X.kv_stages, 2)
     full, empty = new_barriers(X.stages, 2), new_barriers(X.stages, 2)  # q and grad_out; consumers
-    buffers = Buffers(*tiles_s, kv_full, kv_empty, full, empty, full, empty)  # type: ignore[call-arg]
+    cut = None
+    if X.masked:
+        cut = new_barriers(1, 1)
+    buffers = Buffers(*tiles_s, kv_full, kv_empty, full, empty, full, empty, cut, bias_s)  # type: ignore[call-arg]
     turn_barriers = Turns(new_barriers(X.stages, 1), new_barriers(X.stages, 1))
     fence_async_shared()
     # Argument tuples have to stand inside the call.

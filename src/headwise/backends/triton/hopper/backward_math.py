@@ -5,6 +5,9 @@ from __future__ import annotations
 from headwise.backends.triton.hopper.gluon_names import gl, gluon
 
 
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
 @gluon.jit
 def weights_of(products, lse, call, X: gl.constexpr):
     """P of a block, transposed, from the products q·k, as if every query saw every key."""

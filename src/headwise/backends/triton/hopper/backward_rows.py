@@ -77,13 +77,14 @@ def _sink_gradient(sink, own_lse, delta):
     do_not_specialize=["rows", "empty", "heads", "row_blocks", "all_blocks", "o_b", "o_h", "g_b", "g_h"]
 )  # fmt: skip
 def prepare_rows(
-    grad_out, grad_lse, out, lse, sink, records, stats, sums, turns, sink_partials,
+    grad_out, grad_lse, out, lse, sink, records, stats, sums, turns, sink_partials, row_stats,
     rows, empty, heads, row_blocks, all_blocks, o_b, o_h, o_s, g_b, g_h, g_s,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of a head: (lse · log2 e, delta) for the kernel; its turn set to 0, or its sums of dQ to zeros.
 
-    rows: of a sequence, without the ``empty`` ones before them. sink_partials: ``[Hq, all_blocks]``.
+    rows: of a sequence, without the ``empty`` ones before them. sink_partials: ``[Hq, all_blocks]``. row_stats: the same
+    statistics ``[B, Hq, rows, 4]`` for the gradient of a bias, or None.
     """
     program = tl.program_id(0)
     head = (program // row_blocks) % heads
@@ -104,6 +105,12 @@ def prepare_rows(
     padded = head.to(tl.int64) * all_blocks + block.place
     tl.store(stats + padded * (2 * ROWS) + lane, own_lse)
     tl.store(stats + padded * (2 * ROWS) + ROWS + lane, delta)
+    if row_stats is not None:
+        at = row_stats + (head_rows + block.first + row) * 4
+        tl.store(at, own_lse, mask=row < block.rows)
+        tl.store(at + 1, delta, mask=row < block.rows)
+        nothing = row_stats + (head_rows + block.first - block.empty + row) * 4
+        tl.store(nothing, float("inf"), mask=row < block.empty)
     if turns is not None:
         tl.store(turns + padded, 0)
     else:

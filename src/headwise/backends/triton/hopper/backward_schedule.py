@@ -11,8 +11,18 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from headwise.backends.triton.hopper.backward_rows import RECORD
-from headwise.backends.triton.hopper.gluon_names import Members, constexpr_function, gl, gluon, load_tile, mbarrier
+from headwise.backends.triton.hopper.gluon_names import (
+    Members,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    thread_barrier,
+)
 from headwise.backends.triton.hopper.mailbox import post, read, wait_empty, wait_full
+from headwise.backends.triton.hopper.mask_words import blank_unseen, entry_at, lists_of, seen_words, some_unseen
 from headwise.backends.triton.hopper.sequence_rows import load_rows
 from headwise.backends.triton.hopper.variants import Constants
 
@@ -33,6 +43,8 @@ class Variant(NamedTuple):
     dim: int  # of heads, filled up
     stages: int  # steps that are loaded ahead
     kv_stages: int  # tiles whose keys and values there is room for
+    masked: bool = False  # a packed mask, with lists of the blocks that tiles visit
+    bias_rows: int = 0  # of a block of the bias: as many as a step has, one if it is broadcast over the queries, or none
 
 
 @constexpr_function
@@ -68,6 +80,15 @@ class Call(NamedTuple):
     scale: Any
     score_scale: Any  # times a product is a logit in base 2, or twice the argument of its tanh
     softcap: Any  # times log2(e)
+    mask: Any  # a `Mask`, or None
+    bias: Any  # where a tile's part of the bias lies: a `BiasPlace`, or None
+
+
+class BiasPlace(NamedTuple):
+    batch: Any  # 1, or 0 where the bias is broadcast over the batch
+    head: Any
+    row: Any  # of the first query and the first key
+    key: Any
 
 
 class Tile(NamedTuple):
@@ -81,7 +102,7 @@ class Tile(NamedTuple):
     keys: Any
     number: Any  # in its sequence; -1: there is no more work
     first_block: Any  # of the sequence, among the blocks of queries of a head
-    begin: Any  # blocks of queries that see some of its keys: [begin, end)
+    begin: Any  # blocks of queries that see some of its keys: [begin, end); with a mask, entries of its lists, of all heads
     end: Any
     whole_begin: Any  # those of them that need no mask
     whole_end: Any
@@ -97,6 +118,7 @@ class Inputs(NamedTuple):
     v: Any
     do: Any
     stats: Any
+    bias: Any
 
 
 class Buffers(NamedTuple):
@@ -114,6 +136,23 @@ class Buffers(NamedTuple):
     q_empty: Any
     do_full: Any
     do_empty: Any
+    kv_cut: Any  # keys and values have arrived, some of which are to be zeroed; None without a mask
+    bias: Any  # queries down; arrives with q, and its place is free when that of q is
+
+
+@gluon.jit
+def list_of(tile, member, call):
+    """``(list, blocks that need the mask, all blocks)`` of a tile and a query head of its key head."""
+    lists = lists_of(call.mask, tile.batch, tile.head * call.group + member)
+    at = lists + tile.number * call.mask.lists_tile
+    parts = gl.load(at)
+    return at, parts, parts + gl.load(at + 1)
+
+
+@gluon.jit
+def block_and_rank(entry):
+    """Of an entry of a list: a block of queries, and how many tiles add to it before this one."""
+    return entry & 0xFFFF, entry >> 16
 
 
 @gluon.jit
@@ -168,20 +207,28 @@ def produce(inputs, buffers, mailbox, call, X: gl.constexpr):
     """
     BM: gl.constexpr = X.rows
     BYTES: gl.constexpr = BM * inputs.q.block_shape[-1] * 2 + BM * 4
+    BIAS_BYTES: gl.constexpr = 0 if X.bias_rows == 0 else X.bias_rows * X.keys * inputs.bias.dtype.primitive_bitwidth // 8
     step = 0
     count = 0
     works = call.tiles * call.batch_heads
+    cuts = 0
     ticket = gl.atomic_add(call.ticket, 1, sem="relaxed")
     while ticket < works:
         tile = _tile_of(ticket, call, X)
         if tile.number * X.keys < tile.keys:  # a packed batch has some tiles more
             post(mailbox, count, tile)
             if tile.begin == tile.end:
-                _load_keys(inputs, buffers, tile, count, X)
+                cuts = _load_keys(inputs, buffers, tile, count, cuts, call, X)
+            first_step = step
             for member in range(0, call.group):
                 q_head = tile.head * call.group + member
-                for i in range(0, tile.end - tile.begin):
+                blocks = tile.end - tile.begin
+                if X.masked:
+                    list_at, _, blocks = list_of(tile, member, call)
+                for i in range(0, blocks):
                     block = block_at(i, tile.begin, tile.end, X)
+                    if X.masked:
+                        block, _ = block_and_rank(entry_at(list_at, i))
                     stage = step % X.stages
                     stats_row = (q_head * call.all_blocks + tile.first_block + block) * 2
                     wait_empty(buffers.do_empty, step, X.stages)
@@ -191,12 +238,18 @@ def produce(inputs, buffers, mailbox, call, X: gl.constexpr):
                     load_tile(inputs.stats, [stats_row + 1, 0], arrived, buffers.delta.index(stage))
                     wait_empty(buffers.q_empty, step, X.stages)
                     arrived = buffers.q_full.index(stage)
-                    mbarrier.expect(arrived, BYTES)
+                    mbarrier.expect(arrived, BYTES + BIAS_BYTES)
+                    if X.bias_rows > 0:
+                        _load_bias(inputs.bias, call, tile, q_head, block, arrived, buffers.bias.index(stage), X)
                     _load_queries(inputs.q, tile, q_head, block, arrived, buffers.q.index(stage), X)
                     load_tile(inputs.stats, [stats_row, 0], arrived, buffers.lse.index(stage))
                     # After the first q: these places may still be taken by the tile before.
-                    if (member == 0) & (i == 0):
-                        _load_keys(inputs, buffers, tile, count, X)
+                    if X.masked:
+                        if step == first_step:
+                            cuts = _load_keys(inputs, buffers, tile, count, cuts, call, X)
+                    else:
+                        if (member == 0) & (i == 0):
+                            cuts = _load_keys(inputs, buffers, tile, count, cuts, call, X)
                     step += 1
             count += 1
         ticket = gl.atomic_add(call.ticket, 1, sem="relaxed")
@@ -211,13 +264,51 @@ def _load_queries(desc, tile, head, block, arrived, buffer, X: gl.constexpr):
 
 
 @gluon.jit
-def _load_keys(inputs, buffers, tile, count, X: gl.constexpr):
-    """K and V of the ``count``-th tile of this program."""
+def _load_bias(desc, call, tile, head, block, arrived, buffer, X: gl.constexpr):
+    place, row = call.bias, 0
+    if X.bias_rows > 1:
+        row = place.row + block * X.rows
+    key = place.key + tile.number * X.keys
+    load_tile(desc, [tile.batch * place.batch, head * place.head, row, key], arrived, buffer)
+
+
+@gluon.jit
+def _load_keys(inputs, buffers, tile, count, cuts, call, X: gl.constexpr):
+    """K and V of the ``count``-th tile of this program. Returns how many tiles had keys cut out so far.
+
+    Keys that a mask hides from all queries may hold NaN: they and their values are overwritten with zeros.
+    """
     at = count % X.kv_stages
     arrived = buffers.kv_full.index(at)
     k, v = buffers.k.index(at), buffers.v.index(at)
-    row, first, keys = tile.number * X.keys, tile.first_key, tile.keys
     wait_empty(buffers.kv_empty, count, X.kv_stages)
+    if X.masked:
+        members, step = 1, 0
+        if X.grouped:
+            if call.mask.lists_head > 0:
+                members, step = call.group, call.mask.lists_head
+        lists = lists_of(call.mask, tile.batch, tile.head * call.group)
+        seen, half = seen_words(call.mask, lists, tile.number, X.keys)
+        if some_unseen(seen, half, members, step, X.keys):
+            cut = buffers.kv_cut.index(0)
+            _copy_keys(inputs, tile, cut, k, v, X)
+            mbarrier.wait(cut, cuts & 1)
+            cuts += 1
+            blank_unseen(buffers.k, at, seen, half, members, step, X.keys, inputs.k.block_shape[-1])
+            blank_unseen(buffers.v, at, seen, half, members, step, X.keys, inputs.k.block_shape[-1])
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(arrived)
+        else:
+            _copy_keys(inputs, tile, arrived, k, v, X)
+    else:
+        _copy_keys(inputs, tile, arrived, k, v, X)
+    return cuts
+
+
+@gluon.jit
+def _copy_keys(inputs, tile, arrived, k, v, X: gl.constexpr):
+    row, first, keys = tile.number * X.keys, tile.first_key, tile.keys
     mbarrier.expect(arrived, 2 * X.keys * inputs.k.block_shape[-1] * 2)
     load_rows(inputs.k, tile.batch, tile.head, first, keys, row, 0, arrived, k, X.packed)
     load_rows(inputs.v, tile.batch, tile.head, first, keys, row, 0, arrived, v, X.packed)
@@ -287,6 +378,12 @@ def _tile_of(ticket, call, X: gl.constexpr):
     else:
         if number == 0:
             edge = 0
+    if X.masked:
+        begin, end = ticket * 0, ticket * 0
+        place = Tile(batch, head, 0, 0, 0, 0, number, 0, 0, 0, 0, 0, 0, 0)
+        for member in range(0, call.group):
+            _, _, blocks = list_of(place, member, call)
+            end += blocks
     return Tile(
         batch, head, first_key, first_row, rows, keys, number, first_block, begin, end, whole_begin, whole_end, edge, poison
     )  # fmt: skip
@@ -305,11 +402,20 @@ def await_turns(mailbox, turns, call, X: gl.constexpr):
     while tile.number >= 0:
         for member in range(0, call.group):
             counters = _turn_counters(tile, member, call)
-            for i in range(0, tile.end - tile.begin):
+            blocks = tile.end - tile.begin
+            if X.masked:
+                list_at, _, blocks = list_of(tile, member, call)
+            for i in range(0, blocks):
                 block = block_at(i, tile.begin, tile.end, X)
+                if X.masked:
+                    block, rank = block_and_rank(entry_at(list_at, i))
                 wait_empty(turns.passed, step, X.stages)
-                if not is_first_at(block, tile, X):
-                    _wait_for_turn(counters + block, _turn_of(tile, call, X))
+                if X.masked:
+                    if rank > 0:
+                        _wait_for_turn(counters + block, rank)
+                else:
+                    if not is_first_at(block, tile, X):
+                        _wait_for_turn(counters + block, _turn_of(tile, call, X))
                 mbarrier.arrive(turns.may_add.index(step % X.stages))
                 step += 1
         count += 1
@@ -325,9 +431,17 @@ def pass_turns(mailbox, added, turns, call, X: gl.constexpr):
     while tile.number >= 0:
         for member in range(0, call.group):
             counters = _turn_counters(tile, member, call)
-            for i in range(0, tile.end - tile.begin):
-                wait_full(added, step, X.stages)
-                _pass_turn(counters + block_at(i, tile.begin, tile.end, X), _turn_of(tile, call, X) + 1)
+            blocks = tile.end - tile.begin
+            if X.masked:
+                list_at, _, blocks = list_of(tile, member, call)
+            for i in range(0, blocks):
+                if X.masked:
+                    block, rank = block_and_rank(entry_at(list_at, i))
+                    wait_full(added, step, X.stages)
+                    _pass_turn(counters + block, rank + 1)
+                else:
+                    wait_full(added, step, X.stages)
+                    _pass_turn(counters + block_at(i, tile.begin, tile.end, X), _turn_of(tile, call, X) + 1)
                 mbarrier.arrive(turns.passed.index(step % X.stages))
                 step += 1
         count += 1

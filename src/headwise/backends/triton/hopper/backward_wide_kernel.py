@@ -38,9 +38,11 @@ from headwise.backends.triton.hopper.backward_schedule import (
     Inputs,
     Turns,
     await_turns,
+    block_and_rank,
     block_at,
     constants,
     is_first_at,
+    list_of,
     new_tiles,
     next_tile,
     pass_turns,
@@ -58,6 +60,7 @@ from headwise.backends.triton.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from headwise.backends.triton.hopper.mailbox import new_barriers, new_mailbox, wait_empty, wait_full
+from headwise.backends.triton.hopper.mask_words import LIST_HEADER, Mask, bits_of, entry_at, load_words, only_visible
 from headwise.backends.triton.hopper.sequence_rows import store_rows
 
 _D0 = gl.constexpr(128)  # the first piece of a head dim
@@ -122,6 +125,66 @@ def _store_gradients(desc, acc0, acc1, buffer, kv_empty, tile, X: gl.constexpr):
 
 
 @gluon.jit
+def _steps_of(tile, call, X: gl.constexpr):
+    """How many steps a tile takes, over all query heads of its key head."""
+    if X.masked:
+        return tile.end
+    else:
+        return (tile.end - tile.begin) * call.group
+
+
+@gluon.jit
+def _weigh_step(
+    products, dv0, dv1, step, block, partly, words, more, buffers, handoff, tile, call, X: gl.constexpr
+):
+    """A step of `weigh`. ``partly``: some queries of the block do not see some of the keys; ``words``: of a mask."""
+    D1: gl.constexpr = X.dim - _D0
+    stage = step % X.stages
+    p = weights_of(products, buffers.lse.index(stage).load(_SCORES), call, X)
+    if partly:
+        if X.masked:
+            p = only_visible(p, words, 0.0)
+        if X.has_left or X.has_right or not X.masked:
+            p = only_seen(p, block, tile.number * X.keys, tile, call, X)
+    p_16 = gl.convert_layout(p.to(buffers.q.dtype), _OPERAND)
+    wait_empty(handoff.p_empty, step, 1)
+    handoff.p.store(in_fragment_order(p))
+    mbarrier.arrive(handoff.p_full.index(0))
+    wait_full(buffers.do_full, step, X.stages)
+    do = _at(buffers.do, stage)
+    dv0_started = warpgroup_mma(p_16, do.slice(0, _D0, dim=1), dv0, is_async=True)
+    dv1_started = warpgroup_mma(p_16, do.slice(_D0, D1, dim=1), dv1, is_async=True)
+    # After the last step these products are of no use.
+    wait_full(buffers.q_full, step + 1, X.stages, more)
+    started = _scores(_at(buffers.k, opaque_zero()), _at(buffers.q, (step + 1) % X.stages), D1)
+    dv0, dv1, p_16 = warpgroup_mma_wait(2, [dv0_started, dv1_started, p_16])
+    mbarrier.arrive(buffers.do_empty.index(stage))
+    products = warpgroup_mma_wait(0, [started])
+    return products, dv0, dv1
+
+
+@gluon.jit
+def _weigh_list(products, dv0, dv1, step, past, member, buffers, handoff, tile, call, X: gl.constexpr):
+    """The steps of one query head, with a mask."""
+    list_at, parts, blocks = list_of(tile, member, call)
+    bits = bits_of(call.mask, tile.batch, tile.head * call.group + member)
+    low = tile.number * X.keys
+    entry = gl.load(list_at + LIST_HEADER)
+    after = gl.load(list_at + LIST_HEADER + 1, mask=blocks > 1, other=0)
+    coming = load_words(call.mask, bits, entry & 0xFFFF, low, tile.keys, parts > 0, _SCORES, 64, 64)
+    for i in range(0, blocks):
+        block, words = entry & 0xFFFF, coming
+        entry = after
+        after = gl.load(list_at + LIST_HEADER + i + 2, mask=i + 2 < blocks, other=0)
+        coming = load_words(call.mask, bits, entry & 0xFFFF, low, tile.keys, i + 1 < parts, _SCORES, 64, 64)
+        products, dv0, dv1 = _weigh_step(
+            products, dv0, dv1, step, block, i < parts, words, step + 1 < past, buffers, handoff, tile, call, X
+        )
+        step += 1
+    return products, dv0, dv1, step
+
+
+@gluon.jit
 def _weigh(dv_desc, buffers, handoff, mailbox, call, X: gl.constexpr):
     D1: gl.constexpr = X.dim - _D0
     step = 0
@@ -130,36 +193,29 @@ def _weigh(dv_desc, buffers, handoff, mailbox, call, X: gl.constexpr):
     while tile.number >= 0:
         dv0, dv1 = _no_gradients(D1)
         wait_full(buffers.kv_full, count, 1)
-        steps = (tile.end - tile.begin) * call.group
+        steps = _steps_of(tile, call, X)
         if steps > 0:
             stage = step % X.stages
             wait_full(buffers.q_full, step, X.stages)
             products = warpgroup_mma_wait(0, [_scores(_at(buffers.k, opaque_zero()), _at(buffers.q, stage), D1)])
-            block = block_at(0, tile.begin, tile.end, X)
-            for i in range(0, steps):
-                stage = step % X.stages
-                p = weights_of(products, buffers.lse.index(stage).load(_SCORES), call, X)
-                if (block < tile.whole_begin) | (block >= tile.whole_end):
-                    p = only_seen(p, block, tile.number * X.keys, tile, call, X)
-                p_16 = gl.convert_layout(p.to(buffers.q.dtype), _OPERAND)
-                wait_empty(handoff.p_empty, step, 1)
-                handoff.p.store(in_fragment_order(p))
-                mbarrier.arrive(handoff.p_full.index(0))
-                wait_full(buffers.do_full, step, X.stages)
-                do = _at(buffers.do, stage)
-                dv0_started = warpgroup_mma(p_16, do.slice(0, _D0, dim=1), dv0, is_async=True)
-                dv1_started = warpgroup_mma(p_16, do.slice(_D0, D1, dim=1), dv1, is_async=True)
-                # After the last step these products are of no use.
-                wait_full(buffers.q_full, step + 1, X.stages, i + 1 < steps)
-                started = _scores(_at(buffers.k, opaque_zero()), _at(buffers.q, (step + 1) % X.stages), D1)
-                dv0, dv1, p_16 = warpgroup_mma_wait(2, [dv0_started, dv1_started, p_16])
-                mbarrier.arrive(buffers.do_empty.index(stage))
-                products = warpgroup_mma_wait(0, [started])
-                block = block + 1 if X.upwards else block - 1
-                if X.grouped:
-                    if (block < tile.begin) | (block >= tile.end):
-                        block = block_at(0, tile.begin, tile.end, X)
-                step += 1
+            if X.masked:
+                past = step + steps
+                for member in range(0, call.group):
+                    products, dv0, dv1, step = _weigh_list(
+                        products, dv0, dv1, step, past, member, buffers, handoff, tile, call, X
+                    )
+            else:
+                block = block_at(0, tile.begin, tile.end, X)
+                for i in range(0, steps):
+                    partly = (block < tile.whole_begin) | (block >= tile.whole_end)
+                    products, dv0, dv1 = _weigh_step(
+                        products, dv0, dv1, step, block, partly, 0, i + 1 < steps, buffers, handoff, tile, call, X
+                    )
+                    block = block + 1 if X.upwards else block - 1
+                    if X.grouped:
+                        if (block < tile.begin) | (block >= tile.end):
+                            block = block_at(0, tile.begin, tile.end, X)
+                    step += 1
         _store_gradients(dv_desc, dv0, dv1, buffers.v, buffers.kv_empty, tile, X)
         count += 1
         tile = next_tile(mailbox, count)
@@ -174,7 +230,7 @@ def _derive(dk_desc, buffers, handoff, mailbox, call, X: gl.constexpr):
     while tile.number >= 0:
         dk0, dk1 = _no_gradients(D1)
         wait_full(buffers.kv_full, count, 1)
-        steps = (tile.end - tile.begin) * call.group
+        steps = _steps_of(tile, call, X)
         if steps > 0:
             stage = step % X.stages
             wait_full(buffers.do_full, step, X.stages)
@@ -221,8 +277,16 @@ def _spread(buffers, handoff, mailbox, may_add, call, X: gl.constexpr):
         for member in range(0, call.group):
             q_head = (tile.head * call.group + member).to(gl.int64)
             head_sums = call.sums + (q_head * call.all_blocks + tile.first_block) * (64 * X.dim)
-            for i in range(0, tile.end - tile.begin):
-                block = block_at(i, tile.begin, tile.end, X)
+            blocks = tile.end - tile.begin
+            if X.masked:
+                list_at, _, blocks = list_of(tile, member, call)
+            for i in range(0, blocks):
+                if X.masked:
+                    block, rank = block_and_rank(entry_at(list_at, i))
+                    first = rank == 0
+                else:
+                    block = block_at(i, tile.begin, tile.end, X)
+                    first = is_first_at(block, tile, X)
                 sums_at = head_sums + block.to(gl.int64) * (64 * X.dim)
                 stage = step % X.stages
                 wait_full(handoff.ds_full, step, X.stages)
@@ -233,7 +297,7 @@ def _spread(buffers, handoff, mailbox, may_add, call, X: gl.constexpr):
                     dq = warpgroup_mma_wait(0, [started])
                     if X.deterministic:
                         wait_full(may_add, step, X.stages)
-                    add_to_sums(dq, sums_at + piece * (64 * _SUMS), is_first_at(block, tile, X), X)
+                    add_to_sums(dq, sums_at + piece * (64 * _SUMS), first, X)
                 mbarrier.arrive(handoff.ds_empty.index(stage))
                 step += 1
         wait_for_consumers(384)
@@ -244,22 +308,29 @@ def _spread(buffers, handoff, mailbox, may_add, call, X: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "tiles", "batch_heads", "heads_together", "rows", "keys", "row_blocks", "all_blocks", "left", "right", "key_heads",
-        "group",
+        "group", "bits_batch", "bits_head", "bits_block", "bits_row", "lists_batch", "lists_head", "lists_tile", "seen_at",
+        "bias_batch", "bias_head", "bias_row", "bias_key",
     ],
-    do_not_specialize_on_alignment=["ticket"],
+    do_not_specialize_on_alignment=["ticket", "bits", "lists"],
 )  # fmt: skip
 def wide_backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, sums, turns, ticket, records, tiles, batch_heads,
-    heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale, score_scale, softcap,
-    VARIANT: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, sums, turns, ticket, records, bits, lists, tiles,
+    batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale, score_scale,
+    softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
+    bias_batch, bias_head, bias_row, bias_key, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """A persistent program. The parameters are those of `Inputs` and `Call`, the gradients, and a `Variant`."""
     X: gl.constexpr = constants(VARIANT)
     gl.static_assert(X.kv_stages == 1)
-    inputs = Inputs(q_desc, k_desc, v_desc, do_desc, stats_desc)
+    inputs = Inputs(q_desc, k_desc, v_desc, do_desc, stats_desc, None)
+    mask = None
+    if X.masked:
+        mask = Mask(
+            bits, lists, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at
+        )
     call = Call(
         sums, turns, ticket, records, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right,
-        key_heads, group, scale, score_scale, softcap,
+        key_heads, group, scale, score_scale, softcap, mask, None,
     )  # fmt: skip
     tiles_s = new_tiles(inputs, X)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [X.stages, X.keys, X.rows], gl.NVMMASharedLayout(128, 16, 2))
@@ -268,7 +339,10 @@ def wide_backward_kernel(
     kv_full, kv_empty = new_barriers(1, 1), new_barriers(1, 2)
     q_full, q_empty = new_barriers(X.stages, 1), new_barriers(X.stages, 1)  # `weigh` is done with q before `derive` is
     do_full, do_empty = new_barriers(X.stages, 1), new_barriers(X.stages, 2)
-    buffers = Buffers(*tiles_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty)  # type: ignore[call-arg]
+    cut = None
+    if X.masked:
+        cut = new_barriers(1, 1)
+    buffers = Buffers(*tiles_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, cut, None)  # type: ignore[call-arg]
     handoff = Handoff(
         p_s, new_barriers(1, 1), new_barriers(1, 1), ds_s, new_barriers(X.stages, 1), new_barriers(X.stages, 1)
     )  # fmt: skip

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from headwise import layout
+
 if TYPE_CHECKING:
     from headwise.ops.attention._arguments import Attention
 
@@ -34,6 +36,7 @@ class ForwardTile(NamedTuple):
     # causal mask they do not wait for the last products of this one. (Without a mask they never do, with a window always.)
     ahead: int = 1
     keys_first: bool = False  # a block of keys is loaded before the values of the block above it, as they are needed
+    b_stages: int = 0  # blocks of a bias that shared memory holds
 
 
 class ForwardRow(NamedTuple):
@@ -58,6 +61,8 @@ FEW, MANY = 4, 16
 # sequence of 512 or 1024); 115 against 82 with 2048 tiles of sequences of 128.
 LEAST_TILES = 128
 LEAST_QUERIES = 128
+WIDEST_BIASED = 128
+LONGEST_MASK = 2**21 - 64  # blocks of 64, whose numbers have 15 bits: backward
 
 # A head dim works in the first row that holds it: elements past it are read as zeros and not written. 96 and 192 are two
 # pieces (64 + 32, 128 + 64): a quarter less arithmetic than padding to 128 and 256. Measured on an H200 with 16384 tokens
@@ -78,6 +83,46 @@ FORWARD: tuple[ForwardRow, ...] = (
     ForwardRow(192, _192, _192, _192, _192),
     ForwardRow(256, _256, _256, _256, _256),
 )
+
+
+def masked_tile(head_dim: int) -> ForwardTile:
+    """With a mask: two warpgroups, so that its bits find registers."""
+    return next(row.few for row in FORWARD if head_dim <= row.widest)
+
+
+# With a bias, whose blocks lie in shared memory as well: for head dims up to so many, and elements of so many bytes.
+_BIASED: dict[tuple[int, int], ForwardTile] = {
+    (64, 2): ForwardTile(2, 128, 64, 0, 3, 3, 2, ahead=2, b_stages=2),
+    (64, 4): ForwardTile(2, 64, 64, 0, 4, 4, 2, ahead=2, b_stages=2),
+    (96, 2): ForwardTile(2, 64, 64, 32, 3, 3, 2, b_stages=2),
+    (96, 4): ForwardTile(2, 64, 64, 32, 2, 2, 2, b_stages=2),
+    (128, 2): ForwardTile(2, 64, 128, 0, 3, 3, 2, ahead=2, b_stages=2),
+    (128, 4): ForwardTile(2, 64, 128, 0, 2, 2, 2, ahead=2, b_stages=2),
+}
+
+
+def biased_tile(head_dim: int, element: int) -> ForwardTile:
+    """With a bias of elements of so many bytes."""
+    return next(tile for (widest, size), tile in _BIASED.items() if head_dim <= widest and size == element)
+
+
+def _bias_not_covered(args: Attention) -> str | None:
+    """Why a bias is not read; None if it is, or if there is none."""
+    if args.bias is None:
+        return None
+    bias = layout.four_dims(args.bias)
+    if args.q.shape[-1] > WIDEST_BIASED:
+        return f"it reads a bias beside head dims up to {WIDEST_BIASED}"
+    if args.kv_lengths is not None:
+        return "it reads no bias beside kv_lengths"
+    if bias.shape[3] == 1:
+        return "it reads no bias that is broadcast over the keys"
+    step = 16 // bias.element_size()
+    if bias.element_size() not in (2, 4) or bias.stride(3) != 1:
+        return "it reads a bias of 16 or 32 bits whose keys are neighbours"
+    if any(n > 1 and (s % step or s <= 0) for n, s in zip(bias.shape[:3], bias.stride()[:3], strict=True)):
+        return f"the strides of the bias are not multiples of 16 bytes: {bias.stride()} elements"
+    return None
 
 
 class BackwardTile(NamedTuple):
@@ -116,9 +161,11 @@ def forward_tile(head_dim: int, length: int, packed: bool, banded: bool, tiles: 
     return row.few if tiles < FEW * processors else row.tile
 
 
-def backward_tile(head_dim: int, capped: bool) -> BackwardTile:
-    """A cap needs registers that steps of 64 queries leave."""
+def backward_tile(head_dim: int, capped: bool, biased: bool = False) -> BackwardTile:
+    """A cap needs registers that steps of 64 queries leave; a bias needs shared memory."""
     tile = next(tile for tile in BACKWARD if head_dim <= tile.width)
+    if biased:
+        return tile._replace(rows=64, kv_stages=2 if tile.width <= 64 else 1)
     return tile._replace(rows=64) if capped else tile
 
 
@@ -132,7 +179,11 @@ def covers_forward(args: Attention) -> str | None:
         return reason
     if args.flags.softcap > _WIDEST_CAP:
         return f"its tanh is for caps up to {_WIDEST_CAP}"
-    if not packed and right >= 0 and queries > keys + right:
+    if (reason := _bias_not_covered(args)) is not None:
+        return reason
+    if args.mask is not None and args.kv_lengths is not None:
+        return "it reads no mask beside kv_lengths"
+    if not packed and args.mask is None and args.bias is None and right >= 0 and queries > keys + right:
         return "there are rows that see nothing, and its tiles multiply by values that they do not see"
     if (queries if args.packing is None else min(args.packing.max_q, queries)) < LEAST_QUERIES:
         return f"it was not measured with fewer than {LEAST_QUERIES} queries"
@@ -149,12 +200,18 @@ def covers_backward(args: Attention) -> str | None:
     reason = _not_covered(args, BACKWARD[-1].width)
     if reason is not None:
         return reason
+    if (reason := _bias_not_covered(args)) is not None:
+        return reason
+    if args.bias is not None and args.flags.softcap > 0:
+        return "it reads no bias beside a cap"
     if args.kv_lengths is not None:
         return "it reads no kv_lengths"
     if args.flags.softcap > 0 and not _LEAST_CAP <= args.flags.softcap <= _WIDEST_CAP:
         return f"its tanh is for caps from {_LEAST_CAP} to {_WIDEST_CAP}"
     if q.shape[:3].numel() >= 2**30 or k.shape[2] >= 2**30:
         return "it counts rows in 32 bits"
+    if args.mask is not None and max(q.shape[2], k.shape[2]) > LONGEST_MASK:
+        return f"it counts blocks and tiles of a mask in 16 bits, of up to {LONGEST_MASK} tokens"
     tile = backward_tile(q.shape[3], False)
     if -(-k.shape[2] // tile.keys) * k.shape[0] * k.shape[1] < tile.least_tiles:
         return f"it is for calls of at least {tile.least_tiles} tiles of {tile.keys} keys"
@@ -167,9 +224,9 @@ def _not_covered(args: Attention, widest: int) -> str | None:
     head_dim, value_dim = q.shape[3], v.shape[3]
     if q.dtype not in _DTYPES:
         return f"it computes in bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
-    for name, yet in (("mask", ""), ("bias", ""), ("q_lengths", " yet"), ("kv_starts", " yet")):
+    for name in ("q_lengths", "kv_starts"):
         if getattr(args, name) is not None:
-            return f"it reads no {name}{yet}"
+            return f"it reads no {name} yet"
     if args.flags.dropout:
         return "it drops no probabilities"
     if value_dim != head_dim:

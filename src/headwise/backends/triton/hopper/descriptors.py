@@ -25,6 +25,20 @@ class Box(NamedTuple):
         return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, self.rows, self.width], layout)
 
 
+class BiasBox(NamedTuple):
+    """So many rows of so many elements at once of a bias ``(B, H, Sq, Sk)``, or of its only row."""
+
+    rows: int
+    width: int
+
+    def descriptor(self, x: Tensor) -> TensorDescriptor:
+        if self.rows > 1:
+            return Box(self.rows, self.width).descriptor(x)
+        strides = [s if n > 1 else 8 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
+        layout = gl.NVMMASharedLayout(0, 8 * x.element_size(), 4)
+        return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, 1, self.width], layout)
+
+
 class PackedBox(NamedTuple):
     """Rows of one sequence of ``(1, H, T, D)``: what is past its end is not read (zeros) and not written.
 

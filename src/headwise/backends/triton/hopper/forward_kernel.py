@@ -37,6 +37,7 @@ from headwise.backends.triton.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from headwise.backends.triton.hopper.mailbox import new_barriers, new_mailbox, wait_full
+from headwise.backends.triton.hopper.mask_words import LIST_HEADER, Mask, bits_of, lists_of, load_words, only_visible
 from headwise.backends.triton.hopper.sequence_rows import store_rows
 from headwise.backends.triton.hopper.variants import constants
 
@@ -71,6 +72,11 @@ class Span(NamedTuple):
     past: Any
     whole: Any
     whole_past: Any
+    # Of a mask: its blocks are entries of a list, counted from the last one; the first ``parts`` of them need the bits.
+    parts: Any
+    list_at: Any
+    bits: Any
+    rows: Any  # queries of the sequence
 
 
 @gluon.jit
@@ -88,8 +94,10 @@ def _new_ring(x0, x1, STAGES: gl.constexpr, READERS: gl.constexpr):
 def _span(tile, call, C: gl.constexpr, X: gl.constexpr):
     row, rows, keys, offset = tile.row + C * ROWS, tile.rows, tile.keys, tile.keys - tile.rows
     tile_lowest, tile_past = block_range(tile.row, rows, ROWS * X.consumers, offset, keys, call, X)
+    if X.masked:
+        tile_lowest, tile_past = 0, tile.blocks
     lowest, past = tile_lowest, tile_past
-    if X.has_left or X.has_right:
+    if (X.has_left or X.has_right) and not X.masked:
         lowest, past = block_range(row, rows, ROWS, offset, keys, call, X)
         past = gl.minimum(gl.maximum(past, tile_lowest + 1), tile_past)
         lowest = gl.maximum(gl.minimum(lowest, past - 1), tile_lowest)
@@ -102,9 +110,19 @@ def _span(tile, call, C: gl.constexpr, X: gl.constexpr):
         whole_past = gl.maximum(gl.minimum(row + offset + call.right + 1, keys), 0) // X.keys
     if X.has_left:
         whole = gl.cdiv(gl.maximum(gl.minimum(row + ROWS, rows) - 1 + offset - call.left, 0), X.keys)
+    if X.masked:
+        whole, whole_past = 0, tile.blocks - tile.parts
     whole_past = gl.minimum(gl.maximum(whole_past, lowest), past - 1)
     whole = gl.minimum(gl.maximum(whole, lowest), whole_past)
-    return Span(row, offset, keys, tile_lowest, tile_past, lowest, past, whole, whole_past)
+    if X.masked:
+        batch, head = tile.batch_head // call.heads, tile.batch_head % call.heads
+        list_at = lists_of(call.mask, batch, head) + tile.row // (ROWS * X.consumers) * call.mask.lists_tile
+        bits = bits_of(call.mask, batch, head)
+        return Span(
+            row, offset, keys, tile_lowest, tile_past, lowest, past, whole, whole_past, tile.parts, list_at, bits, rows
+        )
+    else:
+        return Span(row, offset, keys, tile_lowest, tile_past, lowest, past, whole, whole_past, 0, 0, 0, 0)
 
 
 # Turns: consumers issue their products one after the other, so that one's exponentials meet another's products. Turn t is
@@ -139,6 +157,9 @@ def _skip(count, blocks, shared, C: gl.constexpr, X: gl.constexpr):
         mbarrier.arrive(shared.k.empty.index(blocks % X.k_stages))
         wait_full(shared.v.full, blocks, X.v_stages)
         mbarrier.arrive(shared.v.empty.index(blocks % X.v_stages))
+        if X.bias_rows > 0:
+            wait_full(shared.bias.full, blocks, X.b_stages)
+            mbarrier.arrive(shared.bias.empty.index(blocks % X.b_stages))
         blocks += 1
     return blocks
 
@@ -204,6 +225,31 @@ def _capped(s, call, X: gl.constexpr):
 
 
 @gluon.jit
+def _biased(s, shared, blocks, call, C: gl.constexpr, S: gl.constexpr, X: gl.constexpr):
+    """With a bias, logits in base 2 of what `_capped` gave; else the same."""
+    if X.bias_rows > 0:
+        at = blocks % X.b_stages
+        wait_full(shared.bias.full, blocks, X.b_stages)
+        tile = shared.bias.x0.index(at).reshape([X.bias_rows, X.keys])
+        if X.bias_rows > 1:
+            tile = tile.slice(C * ROWS, ROWS, dim=0)
+        bias = tile.load(S).to(gl.float32)
+        mbarrier.arrive(shared.bias.empty.index(at))
+        return s * call.logit_scale + bias * LOG2E
+    else:
+        return s
+
+
+@gluon.jit
+def _logit_scale(call, X: gl.constexpr):
+    """Times what `_biased` gives is a logit in base 2."""
+    if X.bias_rows > 0:
+        return 1.0
+    else:
+        return call.logit_scale
+
+
+@gluon.jit
 def _hidden(s, block, span, call, S: gl.constexpr, X: gl.constexpr):
     """−∞ where a query does not see a key."""
     key = block * X.keys + gl.arange(0, X.keys, gl.SliceLayout(0, S))[None, :]
@@ -218,27 +264,55 @@ def _hidden(s, block, span, call, S: gl.constexpr, X: gl.constexpr):
 
 
 @gluon.jit
+def _masked(s, words, block, span, call, S: gl.constexpr, X: gl.constexpr):
+    """−∞ where a query does not see a key, by the words of a mask and the band."""
+    s = only_visible(s, words, -float("inf"))
+    if X.has_left or X.has_right or X.mask_is_endless:
+        s = _hidden(s, block, span, call, S, X)
+    return s
+
+
+@gluon.jit
+def _first_words(tile, call, C: gl.constexpr, S: gl.constexpr, X: gl.constexpr):
+    """The words of the first block of a tile, if there is one."""
+    bits = bits_of(call.mask, tile.batch_head // call.heads, tile.batch_head % call.heads)
+    row = tile.row + C * ROWS
+    return load_words(call.mask, bits, tile.entry >> 1, row, tile.rows, tile.row >= 0, S, ROWS, X.keys)
+
+
+@gluon.jit
+def _words_at(entry, there, span, call, S: gl.constexpr, X: gl.constexpr):
+    return load_words(call.mask, span.bits, entry >> 1, span.row, span.rows, there, S, ROWS, X.keys)
+
+
+@gluon.jit
 def _lane_sums(p, KEYS: gl.constexpr):
     """Sums over what a lane holds of a row; the four lanes of a row meet once, at the end."""
     return gl.sum(gl.sum(p.reshape([ROWS, KEYS // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def _first_block(s, block, span, call, dtype, S: gl.constexpr, O0: gl.constexpr, O1: gl.constexpr, X: gl.constexpr):
-    """The `Rows` after their first block, whose products are ``s``."""
-    s = _capped(s, call, X)
-    if X.has_left or X.has_right or X.cut:
+def _first_block(
+    s, block, words, blocks, span, call, shared, C: gl.constexpr, S: gl.constexpr, O0: gl.constexpr, O1: gl.constexpr,
+    X: gl.constexpr,
+):  # fmt: skip
+    """The `Rows` after their first block, whose products are ``s``; ``words``: of a mask."""
+    s = _biased(_capped(s, call, X), shared, blocks, call, C, S, X)
+    scale = _logit_scale(call, X)
+    if X.masked:
+        s = _masked(s, words, block, span, call, S, X)
+    elif X.has_left or X.has_right or X.cut:
         s = _hidden(s, block, span, call, S, X)
     else:
         if span.past * X.keys > span.keys:
             s = _hidden(s, block, span, call, S, X)
     highest = gl.max(s, 1)
-    reference = highest * call.logit_scale
-    if X.has_left or X.has_right or X.cut:
+    reference = highest * scale
+    if X.has_left or X.has_right or X.cut or X.masked or X.bias_rows > 0:
         reference = gl.where(highest == -float("inf"), 0.0, reference)
-    p = gl.exp2(s * call.logit_scale - reference[:, None])
+    p = gl.exp2(s * scale - reference[:, None])
     total = _lane_sums(p, X.keys)
-    weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, O0, 2))
+    weights = gl.convert_layout(p.to(shared.q.x0.dtype), gl.DotOperandLayout(0, O0, 2))
     acc0 = gl.zeros([ROWS, X.d0], gl.float32, O0)
     acc1 = acc0
     if X.d1 > 0:
@@ -257,7 +331,18 @@ def _visit(
     """
     highest, total, acc0, acc1, weights = rows
     queries = _queries(shared, q_at, X)
+    LISTED: gl.constexpr = X.masked and MASK == EVERYWHERE
+    if LISTED:  # the words of a block, and the entry of the one after it, are loaded a block ahead
+        first = span.past - block
+        entry = gl.load(span.list_at + LIST_HEADER + first, mask=count > 0, other=0)
+        coming_words = _words_at(entry, count > 0, span, call, S, X)
+        coming_entry = gl.load(span.list_at + LIST_HEADER + first + 1, mask=count > 1, other=0)
     for i in range(count):
+        if LISTED:
+            words, listed = coming_words, entry >> 1
+            entry = coming_entry
+            coming_words = _words_at(entry, i + 1 < count, span, call, S, X)
+            coming_entry = gl.load(span.list_at + LIST_HEADER + first + i + 2, mask=i + 2 < count, other=0)
         v_at = blocks % X.v_stages
         v_phase = (blocks // X.v_stages) & 1
         blocks += 1
@@ -274,20 +359,23 @@ def _visit(
         else:
             s = warpgroup_mma_wait(1, [s_coming])
         mbarrier.arrive(shared.k.empty.index(blocks % X.k_stages))
-        s = _capped(s, call, X)
+        s = _biased(_capped(s, call, X), shared, blocks, call, C, S, X)
+        scale = _logit_scale(call, X)
         here = block - 1 - i
-        if MASK == EVERYWHERE:
+        if LISTED:
+            s = _masked(s, words, listed, span, call, S, X)
+        elif MASK == EVERYWHERE:
             s = _hidden(s, here, span, call, S, X)
         elif MASK == AT_THE_EDGES:
             edge = (here >= span.whole_past) | (here < span.whole)
             if edge:
                 s = _hidden(s, here, span, call, S, X)
         higher = gl.maximum(highest, gl.max(s, 1))
-        reference = higher * call.logit_scale
-        if MASK != NOWHERE:  # a row may have seen nothing so far
+        reference = higher * scale
+        if MASK != NOWHERE or X.bias_rows > 0:  # a row may have seen nothing so far
             reference = gl.where(higher == -float("inf"), 0.0, reference)
-        shrink = gl.exp2(highest * call.logit_scale - reference)
-        p = gl.exp2(s * call.logit_scale - reference[:, None])
+        shrink = gl.exp2(highest * scale - reference)
+        p = gl.exp2(s * scale - reference[:, None])
         sums = _lane_sums(p, X.keys)
         total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
         highest = higher
@@ -313,7 +401,7 @@ def _visit_all(
     C: gl.constexpr, S: gl.constexpr, O0: gl.constexpr, O1: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
     """The online softmax over all blocks below ``block``, the first one."""
-    if X.has_right and not X.has_left:
+    if (X.has_right and not X.has_left) or X.masked:
         # The masked blocks come first, if there are any, in a loop of their own: a branch in the one that runs for most of
         # the time costs up to a tenth. To ptxas 12.8 the two must not seem to share the tile of queries: it makes the
         # descriptor in front of the first and uses it in the second, also where the first is not entered.
@@ -336,7 +424,7 @@ def _store_statistics(rows, tile, span, call, S: gl.constexpr, X: gl.constexpr):
     A row that sees nothing has an output of zeros, and the sink for its lse: that is its denominator.
     """
     sums = gl.convert_layout(gl.sum(rows.total, 1), gl.SliceLayout(1, S))
-    top = rows.highest * call.logit_scale  # of the logits, in base 2
+    top = rows.highest * _logit_scale(call, X)  # of the logits, in base 2
     empty = sums == 0.0
     factor = 1.0 / gl.where(empty, 1.0, sums)
     empty_lse = -float("inf")
@@ -355,6 +443,8 @@ def _store_statistics(rows, tile, span, call, S: gl.constexpr, X: gl.constexpr):
         bad = tile.posted_keys == BAD_LENGTHS
         lse = gl.where(bad, float("nan"), lse)
         factor = gl.where(bad, float("nan"), gl.where(empty, 0.0, factor))
+    elif X.masked or X.bias_rows > 0:
+        factor = gl.where(empty, 0.0, factor)
     lane = span.row + gl.arange(0, ROWS, gl.SliceLayout(1, S))
     base = call.lse + tile.batch_head.to(gl.int64) * call.q_length + tile.start
     gl.store(base + lane, lse, mask=lane < tile.rows)
@@ -366,7 +456,7 @@ def _scaled(acc, factor, LAYOUT: gl.constexpr, X: gl.constexpr):
     """The output of rows. Rows that see nothing have factor zero: their sums may hold NaN of values that others see."""
     factor = gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT))[:, None]
     scaled = acc * factor
-    if X.cut:
+    if X.cut or X.masked or X.bias_rows > 0:
         scaled = gl.where(factor == 0.0, 0.0, scaled)
     return scaled
 
@@ -402,13 +492,16 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.keys, 16])
     O0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.d0, 16])
     O1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.d1 if X.d1 > 0 else 16, 16])
-    BANDED: gl.constexpr = X.has_left or X.has_right
-    PV_FIRST: gl.constexpr = X.has_left or X.ahead == 0 or (X.has_right and X.ahead == 1)
+    BANDED: gl.constexpr = (X.has_left or X.has_right) and not X.masked  # consumers visit blocks of their own
+    PV_FIRST: gl.constexpr = (X.has_left and not X.masked) or X.ahead == 0 or (BANDED and X.ahead == 1)
+    words = 0
     zeros = gl.zeros([ROWS, X.keys], gl.float32, S)
     done, blocks = 0, 0
     if X.consumers - 1 == C:
         _pass_turn(C, X)  # the first goes first
     tile = read_tile(shared.mailbox, 0, call, X)
+    if X.masked:
+        words = _first_words(tile, call, C, S, X)
     if BANDED:
         blocks = _skip_to_own(blocks, tile, call, shared, C, X)
     s = warpgroup_mma_wait(0, [_issue_first_scores(0, blocks, tile.row >= 0, zeros, shared, C, X)])
@@ -417,7 +510,10 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
         span = _span(tile, call, C, X)
         q_at = C * X.q_stages + done % X.q_stages
         block = span.past - 1
-        rows = _first_block(s, block, span, call, shared.q.x0.dtype, S, O0, O1, X)
+        first = block
+        if X.masked:
+            first = tile.entry >> 1
+        rows = _first_block(s, first, words, blocks, span, call, shared, C, S, O0, O1, X)
         rows, blocks = _visit_all(rows, block, blocks, q_at, zeros, span, call, shared, C, S, O0, O1, X)
         mbarrier.arrive(shared.q.empty.index(q_at))
 
@@ -430,6 +526,8 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
         blocks += 1
         done += 1
         coming = read_tile(shared.mailbox, done, call, X)
+        if X.masked:
+            words = _first_words(coming, call, C, S, X)
         more = coming.row >= 0
         if PV_FIRST:
             if X.d1 > 0:
@@ -439,7 +537,7 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
             mbarrier.arrive(shared.v.empty.index(v_at))
         elif X.packed:  # for the same reason; what is added up for no query may be wrong
             mbarrier.arrive(shared.v.empty.index(v_at), pred=span.row >= tile.rows)
-        if X.has_left or X.packed:
+        if (X.has_left and not X.masked) or X.packed:
             blocks = _skip(span.lowest - span.tile_lowest, blocks, shared, C, X)
         if X.ahead > 0:
             if BANDED:
@@ -480,21 +578,29 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "q_length", "k_length", "heads", "group", "tiles", "works", "heads_at_once", "left", "right", "sequences",
-        "longest_q", "longest_k",
+        "longest_q", "longest_k", "bits_batch", "bits_head", "bits_block", "bits_row", "lists_batch", "lists_head",
+        "lists_tile", "seen_at", "bias_batch", "bias_head",
     ],
-    do_not_specialize_on_alignment=["lse", "sink", "lengths", "cu_q", "cu_k", "counter"],
+    do_not_specialize_on_alignment=["lse", "sink", "lengths", "cu_q", "cu_k", "counter", "bits", "lists"],
 )  # fmt: skip
 def forward_kernel(
-    q0, q1, k0, k1, v0, v1, o0, o1, lse, sink, lengths, cu_q, cu_k, counter,
+    q0, q1, k0, k1, v0, v1, o0, o1, bias, lse, sink, lengths, cu_q, cu_k, counter, bits, lists,
     q_length, k_length, heads, group, tiles, works, heads_at_once, left, right, sequences, longest_q, longest_k,
-    logit_scale, cap_scale, VARIANT: gl.constexpr,
+    logit_scale, cap_scale, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
+    bias_batch, bias_head, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """A persistent program. The parameters are those of `Inputs` and `Call`, the output, and a `Variant`."""
     X: gl.constexpr = constants(VARIANT)
-    inputs = Inputs(q0, q1, k0, k1, v0, v1)
+    inputs = Inputs(q0, q1, k0, k1, v0, v1, bias)
+    mask = None
+    if X.masked:
+        mask = Mask(
+            bits, lists, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at
+        )
     call = Call(
         lse, sink, lengths, cu_q, cu_k, counter, q_length, k_length, heads, group, tiles, works, heads_at_once, left, right,
-        sequences, longest_q, longest_k, logit_scale, cap_scale,
+        sequences, longest_q, longest_k, logit_scale, cap_scale, mask,
+        bias_batch if X.bias_rows > 0 else 0, bias_head if X.bias_rows > 0 else 0,
     )  # fmt: skip
     QUERY_TILES: gl.constexpr = X.consumers * X.q_stages
     q0_s = gl.allocate_shared_memory(q0.dtype, [QUERY_TILES] + q0.block_shape, q0.layout)
@@ -511,7 +617,11 @@ def forward_kernel(
     q = _new_ring(q0_s, q1_s, QUERY_TILES, 1)
     k = _new_ring(k0_s, k1_s, X.k_stages, X.consumers)
     v = _new_ring(v0_s, v1_s, X.v_stages, X.consumers)
-    shared = Shared(q, k, v, o0_s, o1_s, new_mailbox(FIELDS, X.consumers), new_barriers(1, 1))
+    b = None
+    if X.bias_rows > 0:
+        b_s = gl.allocate_shared_memory(bias.dtype, [X.b_stages] + bias.block_shape, bias.layout)
+        b = _new_ring(b_s, b_s, X.b_stages, X.consumers)
+    shared = Shared(q, k, v, o0_s, o1_s, new_mailbox(FIELDS, X.consumers), new_barriers(1, 1), b)
     fence_async_shared()
     # Argument tuples have to stand inside the call.
     if X.consumers == 2:
@@ -519,7 +629,7 @@ def forward_kernel(
             (_consume, (gl.constexpr(0), o0, o1, call, shared, X)),
             (_consume, (gl.constexpr(1), o0, o1, call, shared, X)),
             (produce, (inputs, call, shared, X)),
-        ], [4, 1], [232, 40] if X.cut else [240, 24])  # fmt: skip
+        ], [4, 1], [232, 40] if X.cut or X.masked or X.bias_rows > 0 else [240, 24])  # fmt: skip
     elif X.consumers == 3:
         gl.warp_specialize([
             (_consume, (gl.constexpr(0), o0, o1, call, shared, X)),

@@ -17,11 +17,13 @@ from headwise.backends.triton.hopper.gluon_names import (
     fence_async_shared,
     gl,
     gluon,
+    load_tile,
     mbarrier,
     reinterpret,
     thread_barrier,
 )
 from headwise.backends.triton.hopper.mailbox import wait_empty
+from headwise.backends.triton.hopper.mask_words import blank_unseen, entry_at, lists_of, seen_words
 from headwise.backends.triton.hopper.sequence_rows import load_rows
 
 
@@ -44,6 +46,7 @@ class Shared(NamedTuple):
     o1: Any
     mailbox: Any
     cut_full: Any  # a block of values has arrived, of which some are to be zeroed
+    bias: Any  # Ring, or None
 
 
 class Inputs(NamedTuple):
@@ -55,6 +58,7 @@ class Inputs(NamedTuple):
     k1: Any
     v0: Any
     v1: Any
+    bias: Any
 
 
 @gluon.jit
@@ -74,26 +78,46 @@ def produce(inputs, call, shared, X: gl.constexpr):
         first = 0  # key that some query of the sequence sees
         if X.has_left:
             first = gl.maximum(offset - call.left, 0)
+        if X.masked:
+            lowest, past = 0, source.blocks
+        entry = source.entry
         for c in gl.static_range(CONSUMERS):
             _load_queries(inputs, shared.q, done, source, c, X)
-        _load_keys(inputs, shared.k, blocks, source, call, keys, past - 1, X)
+        block, unseen = _block_of(entry, past - 1, X)
+        _load_keys(inputs, shared.k, blocks, source, call, keys, block, X)
+        if X.bias_rows > 0:
+            _load_bias(inputs.bias, shared.bias, blocks, source, call, block, X)
         if not X.keys_first:
-            cuts = _load_values(inputs, shared, blocks, cuts, source, call, keys, past - 1, first, X)
+            cuts = _load_values(inputs, shared, blocks, cuts, source, call, keys, block, unseen, first, X)
         blocks += 1
         done += 1
         # The next tile, found early so that nobody waits for it.
         coming = find_tile(answer(asked, call.counter, works), works, wrong, call, X)
         post_tile(shared.mailbox, done, coming, call, X)
         for i in range(1, past - lowest):
-            _load_keys(inputs, shared.k, blocks, source, call, keys, past - 1 - i, X)
+            if X.masked:
+                entry = entry_at(source.list_at, i)
+            block, unseen = _block_of(entry, past - 1 - i, X)
+            _load_keys(inputs, shared.k, blocks, source, call, keys, block, X)
+            if X.bias_rows > 0:
+                _load_bias(inputs.bias, shared.bias, blocks, source, call, block, X)
             if X.keys_first:
-                cuts = _load_values(inputs, shared, blocks - 1, cuts, source, call, keys, past - i, first, X)
+                cuts = _load_values(inputs, shared, blocks - 1, cuts, source, call, keys, past - i, False, first, X)
             else:
-                cuts = _load_values(inputs, shared, blocks, cuts, source, call, keys, past - 1 - i, first, X)
+                cuts = _load_values(inputs, shared, blocks, cuts, source, call, keys, block, unseen, first, X)
             blocks += 1
         if X.keys_first:
-            cuts = _load_values(inputs, shared, blocks - 1, cuts, source, call, keys, lowest, first, X)
+            cuts = _load_values(inputs, shared, blocks - 1, cuts, source, call, keys, lowest, False, first, X)
         source = coming
+
+
+@gluon.jit
+def _block_of(entry, block, X: gl.constexpr):
+    """(block, are there keys in it that nobody sees?) of an entry of a list; without one, as given."""
+    if X.masked:
+        return entry >> 1, (entry & 1) != 0
+    else:
+        return block, False
 
 
 @gluon.jit
@@ -118,25 +142,53 @@ def _load_keys(inputs, ring, count, source, call, keys, block, X: gl.constexpr):
 
 
 @gluon.jit
-def _load_values(inputs, shared, count, cuts, source, call, keys, block, first, X: gl.constexpr):
+def _load_bias(bias, ring, count, source, call, block, X: gl.constexpr):
+    """The bias of a tile of queries and a block of keys."""
+    wait_empty(ring.empty, count, X.b_stages)
+    at = count % X.b_stages
+    arrived = ring.full.index(at)
+    row = source.row
+    if X.bias_rows == 1:
+        row = 0
+    mbarrier.expect(arrived, X.bias_rows * X.keys * (bias.dtype.primitive_bitwidth // 8))
+    load_tile(
+        bias, [source.batch * call.bias_batch, source.head * call.bias_head, row, block * X.keys], arrived, ring.x0.index(at)
+    )
+
+
+@gluon.jit
+def _load_values(inputs, shared, count, cuts, source, call, keys, block, unseen, first, X: gl.constexpr):
     """A block of values; ``count`` blocks went before it. Returns how many blocks were cut so far.
 
-    What nobody sees may hold NaN, and zero times NaN is NaN: values outside [first, keys) are overwritten with zeros before
-    the block is handed on. Sequences of a packed batch end with zeros.
+    What nobody sees may hold NaN, and zero times NaN is NaN: values outside [first, keys), and where a mask hides them from
+    everybody (``unseen``), are overwritten with zeros before the block is handed on. Sequences of a packed batch end with
+    zeros.
     """
     ring = shared.v
     wait_empty(ring.empty, count, X.v_stages)
     at = count % X.v_stages
-    if X.cut and not X.packed:
+    if (X.cut and not X.packed) or X.masked:
         here, past = first - block * X.keys, keys - block * X.keys
-        if (here > 0) | (past < X.keys):
+        outside = (here > 0) | (past < X.keys)
+        if not X.cut:
+            outside = unseen
+        elif X.masked:
+            outside = outside | unseen
+        if outside:
             arrived = shared.cut_full.index(0)
             _load_block(inputs.v0, inputs.v1, ring, at, arrived, source, call, keys, block, X)
             mbarrier.wait(arrived, cuts & 1)
             cuts += 1
-            _blank(ring.x0, at, here, past, X.keys, X.d0)
-            if X.d1 > 0:
-                _blank(ring.x1, at, here, past, X.keys, X.d1)
+            if X.cut:
+                _blank(ring.x0, at, here, past, X.keys, X.d0)
+                if X.d1 > 0:
+                    _blank(ring.x1, at, here, past, X.keys, X.d1)
+            if X.masked:
+                lists = lists_of(call.mask, source.batch, source.head)
+                seen, half = seen_words(call.mask, lists, block, X.keys)
+                blank_unseen(ring.x0, at, seen, half, 1, 0, X.keys, X.d0)
+                if X.d1 > 0:
+                    blank_unseen(ring.x1, at, seen, half, 1, 0, X.keys, X.d1)
             fence_async_shared()
             thread_barrier()
             mbarrier.arrive(ring.full.index(at))

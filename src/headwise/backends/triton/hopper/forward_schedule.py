@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from headwise.backends.triton.hopper.coverage import ForwardTile
 from headwise.backends.triton.hopper.gluon_names import gl, gluon
 from headwise.backends.triton.hopper.mailbox import post, read
+from headwise.backends.triton.hopper.mask_words import entry_at, lists_of
 
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup: what one WGMMA multiplies
 FIELDS = gl.constexpr(5)  # numbers in a letter from the producer: `Tile`
@@ -30,6 +31,9 @@ class Variant(NamedTuple):
     packed: bool  # sequences lie one behind the other, between offsets that the kernel reads
     cut: bool  # keys end, or begin, inside the tensor: what lies beyond must not touch the result
     tile: ForwardTile
+    masked: bool = False  # a packed mask, with lists of the blocks that tiles visit
+    mask_is_endless: bool = False  # its bits know no end of the keys, because it is broadcast over them
+    bias_rows: int = 0  # of a block of the bias: as many as a tile has queries, one if it is broadcast over them, or none
 
 
 class Call(NamedTuple):
@@ -55,6 +59,9 @@ class Call(NamedTuple):
     longest_k: Any
     logit_scale: Any  # times a product is a logit in base 2; with a cap, times its tanh
     cap_scale: Any  # times a product is what exp2 is taken of for its tanh
+    mask: Any  # a `Mask`, or None
+    bias_batch: Any  # 1, or 0 where the bias is broadcast over the batch
+    bias_head: Any
 
 
 class Tile(NamedTuple):
@@ -66,6 +73,9 @@ class Tile(NamedTuple):
     start: Any  # where the sequence begins in a packed batch
     rows: Any  # queries of the sequence
     posted_keys: Any  # keys, BAD_LENGTHS or NO_SEQUENCE
+    parts: Any  # with a list: blocks that need the mask
+    blocks: Any  # all of its blocks
+    entry: Any  # the first of them
 
 
 class Source(NamedTuple):
@@ -78,6 +88,10 @@ class Source(NamedTuple):
     rows: Any
     k_start: Any
     keys: Any
+    list_at: Any  # of a mask; of no use without
+    parts: Any
+    blocks: Any
+    entry: Any
 
 
 @gluon.jit
@@ -140,7 +154,15 @@ def find_tile(ticket, works, wrong, call, X: gl.constexpr):
             if call.lengths is not None:
                 length = gl.load(call.lengths + batch)
                 keys = gl.where((length < 0) | (length > call.k_length), BAD_LENGTHS, length).to(gl.int32)
-    return Source(row, batch, head, start, rows, k_start, keys)
+    if X.masked:
+        number = gl.maximum(row, 0) // (ROWS * X.consumers)
+        list_at = lists_of(call.mask, gl.to_tensor(batch), gl.to_tensor(head)) + number * call.mask.lists_tile
+        parts = gl.load(list_at)
+        return Source(
+            row, batch, head, start, rows, k_start, keys, list_at, parts, parts + gl.load(list_at + 1), entry_at(list_at, 0)
+        )
+    else:
+        return Source(row, batch, head, start, rows, k_start, keys, 0, 0, 0, 0)
 
 
 @gluon.jit
@@ -151,7 +173,7 @@ def _dense_tile(ticket, works, call, X: gl.constexpr):
     tiles first.
     """
     tiles = call.tiles
-    if X.has_left or X.has_right:
+    if X.has_left or X.has_right or X.masked:
         first = ticket // (call.heads_at_once * tiles) * call.heads_at_once
         size = gl.minimum(call.heads_at_once, works // tiles - first)
         place = ticket - first * tiles
@@ -251,6 +273,8 @@ def post_tile(mailbox, count, source, call, X: gl.constexpr):
     batch_head = source.batch * call.heads + source.head
     if X.packed:
         post(mailbox, count, (source.row, batch_head, source.keys, source.start, source.rows))
+    elif X.masked:
+        post(mailbox, count, (source.row, batch_head, source.parts, source.blocks, source.entry))
     elif X.cut:
         post(mailbox, count, (source.row, batch_head, source.keys))
     else:
@@ -260,10 +284,13 @@ def post_tile(mailbox, count, source, call, X: gl.constexpr):
 @gluon.jit
 def read_tile(mailbox, count, call, X: gl.constexpr):
     keys, start, rows = call.k_length, 0, call.q_length
+    parts, listed, entry = 0, 0, 0
     if X.packed:
         row, batch_head, keys, start, rows = read(mailbox, count, 5)
+    elif X.masked:
+        row, batch_head, parts, listed, entry = read(mailbox, count, 5)
     elif X.cut:
         row, batch_head, keys = read(mailbox, count, 3)
     else:
         row, batch_head = read(mailbox, count, 2)
-    return Tile(row, batch_head, gl.maximum(keys, 0), start, rows, keys)
+    return Tile(row, batch_head, gl.maximum(keys, 0), start, rows, keys, parts, listed, entry)
