@@ -162,7 +162,13 @@ def ours(x, grads, results, packing, window, deterministic, mask=None, bias=None
         packed = Packing(*cu, *(int(c.diff().max()) for c in cu))
     call = Attention(x["q"], x["k"], x["v"], mask, bias, sink, None, None, None, packed, flags)
     args = AttentionBackward(
-        grads[0], grads[1].float(), results["0"].to(torch.bfloat16), results["1"].float(), call, bias is not None, sink is not None
+        grads[0],
+        grads[1].float(),
+        results["0"].to(torch.bfloat16),
+        results["1"].float(),
+        call,
+        bias is not None,
+        sink is not None,
     )
     gpu = StandIn()
     tile = backward_tile(dim, False, bias is not None)._replace(unordered_from=0, banded_unordered_from=0)
