@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages that live outside docs/, and the help of the command line.
+"""Hooks of mkdocs: pages that live outside docs/, pages that nobody put into the navigation, the help of the command line.
 
 Results, protocol and notes of the benchmarks stay in bench/, CHANGELOG.md and its like in the root, where people look for
 them. In the site they are pages and files like any other; links that lead from docs/ to them, and back, are written anew.
@@ -11,6 +11,7 @@ import io
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,21 @@ FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "
 SHOWN = {".md", ".csv", ".png", ".json", ".svg"}
 _HELP = "<!-- help of every command -->"
 _LINK = re.compile(r"(\]\()(?!https?://|#|mailto:)([^)\s#]*)((?:#[^)\s]*)?\))")
+
+
+def on_config(config: Any, **_: Any) -> Any:
+    """A page of docs/ that the navigation does not name stands at the end of Inside, by its own title."""
+    named = set(_names(config.nav))
+    inside = next(section["Inside"] for section in config.nav if "Inside" in section)
+    inside += [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in named]
+    return config
+
+
+def _names(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    for part in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
+        yield from _names(part)
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:

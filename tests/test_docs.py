@@ -84,9 +84,9 @@ def test_files_that_are_named_exist(page):
 
 
 def test_every_page_is_in_the_navigation():
-    assert [
-        name for page in sorted(DOCS.rglob("*.md")) if f" {(name := page.relative_to(DOCS).as_posix())}\n" not in NAV
-    ] == []
+    """Those that lie in docs/ itself are put there by scripts/site_hooks.py if mkdocs.yml does not name them."""
+    pages = {page: page.relative_to(DOCS).as_posix() for page in sorted(DOCS.glob("*/*.md"))}
+    assert [name for name in pages.values() if f" {name}\n" not in NAV] == []
 
 
 def test_the_readme_fits_one_screen_or_two():
