@@ -93,13 +93,13 @@ def _growth(rows: list[Row]) -> str:
         rate = float(row["gflops_per_s"]) / (1.0 if row["device"] == "cpu" else 1e3)
         unit = "GFLOP/s" if row["device"] == "cpu" else "TFLOP/s"
         name = f"{row['contender']}, {row['case']}: {rate:.4g} {unit}"
-        series = panels.setdefault(" ".join(kind.split()), {}).setdefault(row["contender"], [])
-        series.append(Point(float(length[1]), rate, name))
+        points = panels.setdefault(" ".join(kind.split()), {}).setdefault(row["contender"], [])
+        points.append(Point(float(length[1]), rate, name))
     drawn = []
     for kind, found in panels.items():
         if len({point.x for point in found.get(OURS, [])}) < 3:
             continue
-        series = [Series(who, sorted(points), lines=True, dashed=who != OURS) for who, points in found.items()]
+        series = [Series(who, sorted(of), lines=True, dashed=who != OURS) for who, of in found.items()]
         chart = html_charts.scatter(series, "S", unit, width=440, height=250)
         drawn.append(f"<div><h4>{html.escape(kind)}</h4>{chart}</div>")
     return f'<div class="panels">{"".join(drawn)}</div>' if drawn else ""
