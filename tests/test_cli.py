@@ -71,7 +71,7 @@ def test_help(capsys, monkeypatch, command):
 
 @pytest.mark.parametrize("command", [*cli.COMMANDS, "explain attention", "explain softmax"])
 def test_a_command_that_is_used_wrongly_shows_its_own_usage(capsys, command):
-    said = refused(capsys, *command.split(), *["softmax"] * (command == "explain"), "--bad")
+    said = refused(capsys, *command.split(), *["softmax"] * (command in ("explain", "warm")), "--bad")
     assert said.startswith(f"usage: headwise {command} ")
     assert "unrecognized arguments: --bad" in said
 
