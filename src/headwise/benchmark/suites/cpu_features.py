@@ -113,6 +113,7 @@ def _one_thread() -> Iterator[None]:
 
 def _small_ops(shrink: int) -> Iterator[BenchCase]:
     for direction, dtype in product(BOTH, (torch.float32, torch.bfloat16)):
-        level = training.Setting(dtype, "small ops", (AtLeast(1.0, training.TORCH),))
+        group = f"small ops, {str(dtype).removeprefix('torch.')}"
+        level = training.Setting(dtype, group, (AtLeast(1.0, training.TORCH),))
         yield layer_norm_case(2048 // shrink, 1024, direction, level)
         yield pointwise.glu_case(1024 // shrink, 2816, direction, level)
