@@ -171,14 +171,18 @@ def test_short_sequences_have_the_bits_of_calls_of_their_own(flags):
 
 
 _FORKS = """
-import os, torch
+import os, time, torch
 from headwise.backends.cpu.threads import in_threads
 torch.set_num_threads(3)
 def shares():
     seen = []
-    in_threads(lambda thread, threads: seen.append((thread, threads)), most=5)
+    def work(thread, threads):
+        time.sleep(0.1)  # so that no thread has the share of another
+        seen.append((thread, threads))
+    in_threads(work, most=5)
     return sorted(seen) == [(0, 3), (1, 3), (2, 3)]
 assert shares()
+time.sleep(0.2)  # until the threads wait for work
 child = os.fork()
 if child == 0:
     os._exit(0 if shares() else 1)
@@ -188,7 +192,7 @@ assert shares()
 
 
 def test_threads_are_there_again_after_a_fork():
-    subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKS], timeout=60, check=True)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKS], timeout=30, check=True)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
