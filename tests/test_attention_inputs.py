@@ -187,3 +187,15 @@ def test_values_are_found_in_the_keys_by_where_they_lie():
         assert not same(x, k)
     assert not same(*(torch.empty(2, 1, 6, n, device="meta") for n in (32, 40)))
     assert not torch.func.vmap(lambda v, k: torch.tensor(same(v, k)))(k[..., :32], k).any()
+
+
+def test_heads_of_576_and_512(backend):
+    """The forward of absorbed latent attention, where a backend has it; the others say what they hold."""
+    q, k, v = (_normal(backend, *shape) for shape in ((1, 2, 20, 576), (1, 1, 70, 576), (1, 1, 70, 512)))
+    if backend == "triton":
+        with pytest.raises(ValueError, match="its kernels hold heads of at most 512, and this head dim is 576"):
+            hw.attention(q, k, v, causal=True, backend=backend)
+        return
+    out = hw.attention(q, k, v, causal=True, backend=backend)
+    truth = hw.reference.attention(*(x.double().cpu() for x in (q, k, v)), causal=True)[0]
+    torch.testing.assert_close(out.cpu(), truth.float(), atol=1e-5, rtol=1e-5)

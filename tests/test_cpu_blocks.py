@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import math
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -16,6 +18,7 @@ import headwise as hw
 from headwise import testing
 from headwise.backends.cpu import attention_flash, attention_mask, attention_tiled, decode
 from headwise.backends.cpu.recorder import record
+from headwise.backends.cpu.threads import in_threads
 from headwise.cases import SUITES
 from headwise.ops.softmax import Softmax
 
@@ -165,3 +168,95 @@ def test_short_sequences_have_the_bits_of_calls_of_their_own(flags):
             assert torch.equal(ours, theirs), i
         dsinks += found[5]
     torch.testing.assert_close(dsink, dsinks)
+
+
+_FORKS = """
+import os, time, torch
+from headwise.backends.cpu.threads import in_threads
+torch.set_num_threads(3)
+def shares():
+    seen = []
+    def work(thread, threads):
+        time.sleep(0.1)  # so that no thread has the share of another
+        seen.append((thread, threads))
+    in_threads(work, most=5)
+    return sorted(seen) == [(0, 3), (1, 3), (2, 3)]
+assert shares()
+time.sleep(0.2)  # until the threads wait for work
+child = os.fork()
+if child == 0:
+    os._exit(0 if shares() else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert shares()
+"""
+
+
+def test_threads_are_there_again_after_a_fork():
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKS], timeout=30, check=True)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_in_a_thread_reaches_the_caller(failing):
+    def work(thread, threads):
+        if thread == failing:
+            raise ArithmeticError(f"{thread} of {threads}")
+        done.append(thread)
+
+    done, before = [], torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ArithmeticError, match=f"{failing} of 2"):
+            in_threads(work, most=2)
+        assert done == [1 - failing]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("length", [3, 20000])
+def test_softmax_of_rows_that_see_nothing_beside_rows_of_nan(length):
+    x = torch.randn(4, length)
+    x[1], x[2, 0], x[3, -1] = -math.inf, math.nan, math.inf
+    probs = hw.softmax(x, backend="cpu")
+    assert (probs[1] == 0).all()
+    assert probs[2].isnan().all()
+    assert probs[3].isnan().any()
+    torch.testing.assert_close(probs[0].double(), x[0].double().softmax(-1), rtol=1e-6, atol=0)
+
+
+def _dense_and_masked(mask, hidden_value):
+    maker = testing.Maker(torch.float32, torch.device("cpu"), seed=8)
+    q, k, v = (maker.normal(2, 4, 600, 16) for _ in range(3))
+    hidden = ~mask.expand(2, 4, 600, 600).any(2)
+    for x in (k, v):
+        x.masked_fill_(hidden[..., None], hidden_value)
+    grads = [maker.normal(2, 4, 600, 16)]
+    return _with_gradients(lambda *x: (hw.attention(*x, mask=mask, backend="cpu"),), [q, k, v], grads)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 600, 600), (1, 4, 600, 600), (600, 600), (2, 1, 1, 600)])
+def test_hidden_tiles_are_skipped_and_hidden_keys_count_for_nothing(shape, monkeypatch):
+    """Two documents, the last keys hidden from all; one row that sees nothing; each batch entry and head its own."""
+    document = torch.arange(600) // 300
+    mask = (document[:, None] == document) & (torch.arange(600) < 570)
+    mask = mask[:1] if shape[-2] == 1 else mask
+    mask = mask.expand(shape).clone()
+    if len(shape) == 4:
+        mask[-1, -1, ..., :150] = False  # the last entry or head sees less
+    if shape[-2] > 1:
+        mask[..., 17, :] = False
+    scores = []
+    kernel = attention_flash._kernel
+
+    def counted(q, k, v, *args, **options):
+        scores.append(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2])
+        return kernel(q, k, v, *args, **options)
+
+    monkeypatch.setattr(attention_flash, "_kernel", counted)
+    clean = _dense_and_masked(mask, 0.0)
+    assert sum(scores) < (0.8 if shape[-2] > 1 else 1.0) * 8 * 600 * 600
+    for ours, poisoned in zip(clean, _dense_and_masked(mask, math.nan), strict=True):
+        assert torch.equal(ours, poisoned)
+        assert not ours.isnan().any()
+    if shape[-2] > 1:
+        assert (clean[0][..., 17, :] == 0).all()
