@@ -11,6 +11,7 @@ from test_integration_transformers_patch import calls  # noqa: F401  (a fixture)
 from torch import nn
 
 import headwise.integrations.transformers as adapter
+from headwise.integrations import _patch_rope
 
 
 def halves(q, k, cos, sin, unsqueeze_dim=1):
@@ -86,6 +87,15 @@ def test_which_rope(function, monkeypatch, calls):  # noqa: F811
     module(q, k, cos, sin)
     cos.mul_(0.5)
     torch.testing.assert_close(module(q, k, cos, sin)[0], function(q, k, cos, sin)[0])
+    with torch.inference_mode():
+        there = [x.clone() for x in (q, k, cos, sin)]
+        torch.testing.assert_close(module(*there), function(*there))
+    # They go with the angles that they were made of.
+    module(q, k, cos, sin)
+    assert _patch_rope._last
+    del there, cos
+    assert not _patch_rope._last
+    cos = LAYOUTS[function](angles.cos())
     # 16-bit queries and wide angles give what the model's own code gives.
     assert module(q.bfloat16(), k.bfloat16(), cos, sin)[0].dtype == torch.float32
     # What it was not tried with goes to the model's own function.

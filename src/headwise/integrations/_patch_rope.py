@@ -186,27 +186,40 @@ def _rope(layout: Layout, xs: Any, cos: Tensor, sin: Tensor) -> list[Tensor]:
     return list(rope((xs[0], xs[1]), cos, sin, positions, layout.interleaved))
 
 
-# All layers of a forward pass are handed the same cos and sin: what was last made of them, while they live.
+# All layers of a forward pass are handed the same cos and sin: what was last made of them, for as long as cos lives.
 _last: tuple[Any, ...] = ()
 
 
 def _tables(layout: Layout, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """cos and sin (B · S, R) in float32 at least, and which row each token reads; None: row s for token s."""
     global _last
-    if torch.compiler.is_compiling():
+    # What is made while a CUDA graph is captured has its values when the graph is replayed, and only then.
+    if torch.compiler.is_compiling() or (cos.is_cuda and torch.cuda.is_current_stream_capturing()):
         return _made(layout, cos, sin)
-    key = (layout, cos._version, sin._version, torch.is_inference_mode_enabled())
-    if _last and _last[0] == key and _last[1]() is cos and _last[2]() is sin:
-        return _last[3]
+    key = (layout, _version(cos), _version(sin), torch.is_inference_mode_enabled())
+    last = _last
+    if last and last[0] == key and last[1]() is cos and last[2]() is sin:
+        return last[3]
     made = _made(layout, cos, sin)
-    _last = (key, weakref.ref(cos), weakref.ref(sin), made)
+    _last = (key, weakref.ref(cos, _forget), weakref.ref(sin), made)
     return made
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+def _forget(dead: Any) -> None:
+    global _last
+    if _last and _last[1] is dead:
+        _last = ()
 
 
 def _made(layout: Layout, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     wide = torch.promote_types(cos.dtype, torch.float32)
     batch, tokens = cos.shape[:2]
-    cos, sin = (layout.tables(x).to(wide).reshape(batch * tokens, -1) for x in (cos, sin))
+    # Detached, or a view would keep cos alive.
+    cos, sin = (layout.tables(x.detach()).to(wide).reshape(batch * tokens, -1) for x in (cos, sin))
     if batch == 1:
         return cos, sin, None
     return cos, sin, torch.arange(batch * tokens, device=cos.device).view(batch, tokens)
