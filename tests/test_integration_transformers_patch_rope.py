@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 
 import pytest
@@ -104,6 +105,43 @@ def test_which_rope(function, monkeypatch, calls):  # noqa: F811
         module(q[..., :4, :], k, cos[:, :1], sin[:, :1])[1], function(q[..., :4, :], k, cos[:, :1], sin[:, :1])[1]
     )
     assert not calls
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(self, *args, **kwargs):
+        self.times += 1
+        return function(self, *args, **kwargs)
+
+    return wrapper
+
+
+def hidden(function):
+    holder = [function]
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return holder[0](*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("wrap", [decorated, hidden])
+def test_rope_in_a_decorated_forward(wrap, monkeypatch, calls):  # noqa: F811
+    class Decorated(Rotates):
+        times = 0
+        forward = wrap(Rotates.forward)
+
+    monkeypatch.setattr(sys.modules[__name__], "apply_rope", halves)
+    module, angles = Decorated(), torch.randn(1, 6, 4)
+    (row,) = adapter.patch(module)
+    inputs = [torch.randn(2, heads, 6, 8) for heads in (4, 2)]
+    inputs += [LAYOUTS[halves](x) for x in (angles.cos(), angles.sin())]
+    calls.clear()
+    torch.testing.assert_close(module(*inputs), halves(*inputs))
+    assert row.swapped == bool(calls) == (wrap is decorated)
+    assert module.times == (wrap is decorated)
+    assert "decorated" in row.reason or row.swapped
 
 
 @pytest.mark.parametrize(

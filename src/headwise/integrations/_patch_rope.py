@@ -44,10 +44,11 @@ class Layout(NamedTuple):
 def find(path: str, module: nn.Module) -> Finding | None:
     """A module whose forward calls a function of cos and sin; None for others."""
     own: Any = type(module).forward
+    innermost = inspect.unwrap(own)
     candidates = {
         name: value
-        for name in getattr(getattr(own, "__code__", None), "co_names", ())
-        if (value := own.__globals__.get(name)) is not None and _rotates(value)
+        for name in getattr(getattr(innermost, "__code__", None), "co_names", ())
+        if (value := innermost.__globals__.get(name)) is not None and _rotates(value)
     }
     if not candidates:
         return None
@@ -58,8 +59,10 @@ def find(path: str, module: nn.Module) -> Finding | None:
         reason = f"{unknown[0]} does not compute rope of q and k by the angles of each token"
     if reason:
         return Finding(path, "rope", reason=reason)
-    replaced = {name: ours for name, ours in found.items() if ours is not None}
-    return Finding(path, "rope", ((module, _with_globals(own, replaced)),))
+    forward = _rebuilt(own, {name: ours for name, ours in found.items() if ours is not None})
+    if forward is None:
+        return Finding(path, "rope", reason="its forward is decorated by something that hides what it calls")
+    return Finding(path, "rope", ((module, forward),))
 
 
 def _arguments(function: Any) -> list[str]:
@@ -79,14 +82,37 @@ def _rotates(value: Any) -> bool:
     return names[:4] == ["q", "k", "cos", "sin"] or names[:3] == ["x", "cos", "sin"]
 
 
-def _with_globals(own: Any, replaced: dict[str, Callable[..., Any]]) -> Any:
-    # Without its name, tracers do not look the copy up as the model's own file.
-    scope = {name: value for name, value in own.__globals__.items() if name != "__name__"} | replaced
-    forward = types.FunctionType(own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
-    forward.__kwdefaults__ = own.__kwdefaults__
-    forward.__annotations__ = own.__annotations__
-    forward.__doc__, forward.__qualname__, forward.__module__ = own.__doc__, own.__qualname__, own.__module__
-    return forward
+def _rebuilt(own: Any, replaced: dict[str, Callable[..., Any]]) -> Any:
+    """The function with other globals. Of one that is decorated: its decorators, over the innermost with other globals."""
+    inner = getattr(own, "__wrapped__", None)
+    if inner is None:
+        # Without its name, tracers do not look the copy up as the model's own file.
+        scope = {name: value for name, value in own.__globals__.items() if name != "__name__"} | replaced
+        return _copied(own, scope, own.__closure__)
+    rebuilt = _rebuilt(inner, replaced)
+    cells = own.__closure__ or ()
+    if rebuilt is None or not any(_held(cell) is inner for cell in cells):
+        return None
+    made = _copied(
+        own, own.__globals__, tuple(types.CellType(rebuilt) if _held(cell) is inner else cell for cell in cells)
+    )
+    made.__wrapped__ = rebuilt
+    return made
+
+
+def _held(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def _copied(own: Any, scope: dict[str, Any], closure: Any) -> Any:
+    made = types.FunctionType(own.__code__, scope, own.__name__, own.__defaults__, closure)
+    made.__kwdefaults__ = own.__kwdefaults__
+    made.__annotations__ = own.__annotations__
+    made.__doc__, made.__qualname__, made.__module__ = own.__doc__, own.__qualname__, own.__module__
+    return made
 
 
 def _recognised(function: Any) -> Callable[..., Any] | None:
