@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from test_integration_transformers_patch import calls  # noqa: F401  (a fixture)
 from torch import nn
 
 import headwise.integrations.transformers as adapter
+from headwise.integrations import _patch_rope
 
 
 def halves(q, k, cos, sin, unsqueeze_dim=1):
@@ -86,6 +88,15 @@ def test_which_rope(function, monkeypatch, calls):  # noqa: F811
     module(q, k, cos, sin)
     cos.mul_(0.5)
     torch.testing.assert_close(module(q, k, cos, sin)[0], function(q, k, cos, sin)[0])
+    with torch.inference_mode():
+        there = [x.clone() for x in (q, k, cos, sin)]
+        torch.testing.assert_close(module(*there), function(*there))
+    # They go with the angles that they were made of.
+    module(q, k, cos, sin)
+    assert _patch_rope._last
+    del there, cos
+    assert not _patch_rope._last
+    cos = LAYOUTS[function](angles.cos())
     # 16-bit queries and wide angles give what the model's own code gives.
     assert module(q.bfloat16(), k.bfloat16(), cos, sin)[0].dtype == torch.float32
     # What it was not tried with goes to the model's own function.
@@ -94,6 +105,43 @@ def test_which_rope(function, monkeypatch, calls):  # noqa: F811
         module(q[..., :4, :], k, cos[:, :1], sin[:, :1])[1], function(q[..., :4, :], k, cos[:, :1], sin[:, :1])[1]
     )
     assert not calls
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(self, *args, **kwargs):
+        self.times += 1
+        return function(self, *args, **kwargs)
+
+    return wrapper
+
+
+def hidden(function):
+    holder = [function]
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return holder[0](*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("wrap", [decorated, hidden])
+def test_rope_in_a_decorated_forward(wrap, monkeypatch, calls):  # noqa: F811
+    class Decorated(Rotates):
+        times = 0
+        forward = wrap(Rotates.forward)
+
+    monkeypatch.setattr(sys.modules[__name__], "apply_rope", halves)
+    module, angles = Decorated(), torch.randn(1, 6, 4)
+    (row,) = adapter.patch(module)
+    inputs = [torch.randn(2, heads, 6, 8) for heads in (4, 2)]
+    inputs += [LAYOUTS[halves](x) for x in (angles.cos(), angles.sin())]
+    calls.clear()
+    torch.testing.assert_close(module(*inputs), halves(*inputs))
+    assert row.swapped == bool(calls) == (wrap is decorated)
+    assert module.times == (wrap is decorated)
+    assert "decorated" in row.reason or row.swapped
 
 
 @pytest.mark.parametrize(

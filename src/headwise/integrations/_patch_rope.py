@@ -44,10 +44,11 @@ class Layout(NamedTuple):
 def find(path: str, module: nn.Module) -> Finding | None:
     """A module whose forward calls a function of cos and sin; None for others."""
     own: Any = type(module).forward
+    innermost = inspect.unwrap(own)
     candidates = {
         name: value
-        for name in getattr(getattr(own, "__code__", None), "co_names", ())
-        if (value := own.__globals__.get(name)) is not None and _rotates(value)
+        for name in getattr(getattr(innermost, "__code__", None), "co_names", ())
+        if (value := innermost.__globals__.get(name)) is not None and _rotates(value)
     }
     if not candidates:
         return None
@@ -58,8 +59,10 @@ def find(path: str, module: nn.Module) -> Finding | None:
         reason = f"{unknown[0]} does not compute rope of q and k by the angles of each token"
     if reason:
         return Finding(path, "rope", reason=reason)
-    replaced = {name: ours for name, ours in found.items() if ours is not None}
-    return Finding(path, "rope", ((module, _with_globals(own, replaced)),))
+    forward = _rebuilt(own, {name: ours for name, ours in found.items() if ours is not None})
+    if forward is None:
+        return Finding(path, "rope", reason="its forward is decorated by something that hides what it calls")
+    return Finding(path, "rope", ((module, forward),))
 
 
 def _arguments(function: Any) -> list[str]:
@@ -79,14 +82,37 @@ def _rotates(value: Any) -> bool:
     return names[:4] == ["q", "k", "cos", "sin"] or names[:3] == ["x", "cos", "sin"]
 
 
-def _with_globals(own: Any, replaced: dict[str, Callable[..., Any]]) -> Any:
-    # Without its name, tracers do not look the copy up as the model's own file.
-    scope = {name: value for name, value in own.__globals__.items() if name != "__name__"} | replaced
-    forward = types.FunctionType(own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
-    forward.__kwdefaults__ = own.__kwdefaults__
-    forward.__annotations__ = own.__annotations__
-    forward.__doc__, forward.__qualname__, forward.__module__ = own.__doc__, own.__qualname__, own.__module__
-    return forward
+def _rebuilt(own: Any, replaced: dict[str, Callable[..., Any]]) -> Any:
+    """The function with other globals. Of one that is decorated: its decorators, over the innermost with other globals."""
+    inner = getattr(own, "__wrapped__", None)
+    if inner is None:
+        # Without its name, tracers do not look the copy up as the model's own file.
+        scope = {name: value for name, value in own.__globals__.items() if name != "__name__"} | replaced
+        return _copied(own, scope, own.__closure__)
+    rebuilt = _rebuilt(inner, replaced)
+    cells = own.__closure__ or ()
+    if rebuilt is None or not any(_held(cell) is inner for cell in cells):
+        return None
+    made = _copied(
+        own, own.__globals__, tuple(types.CellType(rebuilt) if _held(cell) is inner else cell for cell in cells)
+    )
+    made.__wrapped__ = rebuilt
+    return made
+
+
+def _held(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def _copied(own: Any, scope: dict[str, Any], closure: Any) -> Any:
+    made = types.FunctionType(own.__code__, scope, own.__name__, own.__defaults__, closure)
+    made.__kwdefaults__ = own.__kwdefaults__
+    made.__annotations__ = own.__annotations__
+    made.__doc__, made.__qualname__, made.__module__ = own.__doc__, own.__qualname__, own.__module__
+    return made
 
 
 def _recognised(function: Any) -> Callable[..., Any] | None:
@@ -186,27 +212,40 @@ def _rope(layout: Layout, xs: Any, cos: Tensor, sin: Tensor) -> list[Tensor]:
     return list(rope((xs[0], xs[1]), cos, sin, positions, layout.interleaved))
 
 
-# All layers of a forward pass are handed the same cos and sin: what was last made of them, while they live.
+# All layers of a forward pass are handed the same cos and sin: what was last made of them, for as long as cos lives.
 _last: tuple[Any, ...] = ()
 
 
 def _tables(layout: Layout, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """cos and sin (B · S, R) in float32 at least, and which row each token reads; None: row s for token s."""
     global _last
-    if torch.compiler.is_compiling():
+    # What is made while a CUDA graph is captured has its values when the graph is replayed, and only then.
+    if torch.compiler.is_compiling() or (cos.is_cuda and torch.cuda.is_current_stream_capturing()):
         return _made(layout, cos, sin)
-    key = (layout, cos._version, sin._version, torch.is_inference_mode_enabled())
-    if _last and _last[0] == key and _last[1]() is cos and _last[2]() is sin:
-        return _last[3]
+    key = (layout, _version(cos), _version(sin), torch.is_inference_mode_enabled())
+    last = _last
+    if last and last[0] == key and last[1]() is cos and last[2]() is sin:
+        return last[3]
     made = _made(layout, cos, sin)
-    _last = (key, weakref.ref(cos), weakref.ref(sin), made)
+    _last = (key, weakref.ref(cos, _forget), weakref.ref(sin), made)
     return made
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+def _forget(dead: Any) -> None:
+    global _last
+    if _last and _last[1] is dead:
+        _last = ()
 
 
 def _made(layout: Layout, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     wide = torch.promote_types(cos.dtype, torch.float32)
     batch, tokens = cos.shape[:2]
-    cos, sin = (layout.tables(x).to(wide).reshape(batch * tokens, -1) for x in (cos, sin))
+    # Detached, or a view would keep cos alive.
+    cos, sin = (layout.tables(x.detach()).to(wide).reshape(batch * tokens, -1) for x in (cos, sin))
     if batch == 1:
         return cos, sin, None
     return cos, sin, torch.arange(batch * tokens, device=cos.device).view(batch, tokens)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headwise.benchmark.case import AtLeast, BenchCase, BenchSuite, Contender, MemoryShare
 from headwise.benchmark.correctness import WholeCheck
+from headwise.benchmark.suites import transformers_models
 from headwise.nn import RotaryEmbedding, TransformerConfig, TransformerLM
 from headwise.testing import Arguments, Maker, Outputs
 
@@ -184,9 +186,20 @@ def training_step(name: str, config: TransformerConfig, batch: int, length: int)
 
 
 def cases(quick: bool) -> list[BenchCase]:
+    found = [
+        training_step("tiny, B 2 S 64", TINY, 2, 64) if quick else training_step("Llama 1B, B 2 S 4096", LLAMA, 2, 4096)
+    ]
+    if find_spec("transformers") is None:
+        return found
+    theirs = transformers_models
     if quick:
-        return [training_step("tiny, B 2 S 64", TINY, 2, 64)]
-    return [training_step("Llama 1B, B 2 S 4096", LLAMA, 2, 4096)]
+        return [*found, theirs.training_step("tiny", theirs.TINY, 2, 64), theirs.decoding("tiny", theirs.TINY, 2, 48)]
+    # Generation of 256 tokens from a prompt of 256, in the middle of it.
+    return [
+        *found,
+        theirs.training_step("Llama 1B, B 2 S 4096", theirs.LLAMA, 2, 4096),
+        theirs.decoding("Llama 1B, B 8, 384 of 512 tokens", theirs.LLAMA._replace(positions=512), 8, 384),
+    ]
 
 
 SUITE = BenchSuite(name="models", device="cuda", dtype=torch.bfloat16, cases=cases, backend="triton")
