@@ -20,6 +20,7 @@ import headwise.distributed as hwd
 from headwise import reference as oracle
 from headwise import testing
 from headwise.benchmark.distributed import counted
+from headwise.benchmark.memory import peak_extra
 from headwise.cases import attention as attention_cases
 from headwise.distributed import blocks, costs, shards
 
@@ -388,7 +389,29 @@ def check_bytes(group, rank, ranks):
             assert abs(sent - modelled) <= 0.05 * modelled + 500 * ranks, (name, method, gradient, sent, modelled)
 
 
-CHECKS = (check_shards, check_attention, check_bits, check_decode, check_loss, check_refusals, check_bytes)
+def check_memory(group, rank, ranks):
+    """With as many tokens on each rank, a ring of more ranks holds no more; gather does."""
+    pair = dist.new_group([0, 1])
+    if ranks == 2:
+        return
+    held = {}
+    for method, of in itertools.product(("ring", "gather"), (pair, group)):
+        if of is pair and rank > 1:
+            continue
+        x = torch.randn(1, 2, 600, 64)
+
+        def call(x=x, of=of, method=method):
+            leaf = x.clone().requires_grad_()
+            hwd.context_parallel_attention(leaf, leaf, leaf, of, method=method, layout="contiguous").sum().backward()
+
+        call()
+        held[method, of is pair] = peak_extra(call, "cpu")
+    if rank < 2:
+        assert held["ring", False] <= 1.05 * held["ring", True], held
+        assert held["gather", False] > 1.2 * held["gather", True], held
+
+
+CHECKS = (check_shards, check_attention, check_bits, check_decode, check_loss, check_refusals, check_bytes, check_memory)
 
 
 def main(checks=CHECKS):
