@@ -18,7 +18,12 @@ GPUS = [8 * 2**n for n in range(10)]  # 8 to 4096
 NODE = 8  # GPUs that NVLink connects
 # A layer of a 70B model: 64 query heads, 8 key heads, bfloat16.
 SIZES = costs.Sizes(1, 64, 8, 128, 128, 2)
-COLOURS = {"ring": "#c2571a", "ring, if kernels gave float32 results": "#e0a458", "gather": "#2f6f8f", "ulysses": "#4c8c4a"}
+COLOURS = {
+    "ring": "#c2571a",
+    "ring, if kernels gave float32 results": "#e0a458",
+    "gather": "#2f6f8f",
+    "ulysses": "#4c8c4a",
+}
 
 
 def share(name: str, tokens: int, gpus: int) -> float | None:

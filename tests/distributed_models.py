@@ -28,7 +28,8 @@ from headwise.nn import Packing, TransformerConfig, TransformerLM
 LENGTH = 53
 DOCUMENTS = [5, 1, 30, 11, 6]
 # gpt_oss alone does not look for documents in its position_ids.
-TRANSFORMERS = {"llama": ("left", "packed"), "gemma2": ("plain", "packed"), "gpt_oss": ("right",)}
+TRANSFORMERS = {"llama": ("left", "packed"), "gemma2": ("plain", "packed"), "gpt_oss": ("right",), "mistral": ("plain",),
+                "qwen3": ("plain",)}  # fmt: skip
 
 
 def config(**changes):

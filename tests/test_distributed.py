@@ -27,7 +27,7 @@ FAULTS = Path(__file__).with_name("distributed_faults.py")
 SECONDS = 120
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_ranks_agree_with_the_oracle(ranks, tmp_path):
     """`distributed_rank.main` in every process: attention with gradients, decoding, losses, shards, refusals, bytes."""
     _run(ranks, tmp_path)

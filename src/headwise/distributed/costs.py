@@ -106,6 +106,8 @@ def seconds(method: str, sizes: Sizes, plan: Plan, machine: Machine, gradient: b
 def time_of(method: str, sizes: Sizes, found: Cost, longest: int, machine: Machine, gradient: bool) -> float:
     """Seconds of a rank; longest: the keys of the longest shard."""
     slowdown = machine.merged_slowdown if method == "ring" and sizes.itemsize < 4 else 1.0
+    if method == "gather" and gradient and sizes.itemsize < 4:  # its backward sums over ranks
+        slowdown = (1 + BACKWARD * machine.merged_slowdown) / (1 + BACKWARD)
     computing = found.flops(sizes, gradient) * slowdown / machine.flops
     sending = found.sent / machine.bandwidth + found.messages * machine.latency
     if method != "ring":
@@ -177,6 +179,8 @@ def _ulysses(sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
     whose = [heads_of(rank, plan.ranks, sizes.q_heads, sizes.k_heads) for rank in range(plan.ranks)]
     queries, keys = (_length(parts[plan.rank]) for parts in (plan.of_q, plan.of_k))
     mine, sent = whose[plan.rank], 0
+    shared = sum(of_k.past - of_k.first for _, of_k in whose) > sizes.k_heads
+    wide = sizes.statistics // sizes.itemsize if shared else 1  # gradients of key heads that several ranks have
     both = sizes.head_dim + sizes.value_dim
     for rank, (of_q, of_k) in enumerate(whose):
         if rank == plan.rank:
@@ -187,7 +191,7 @@ def _ulysses(sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
         if gradient:
             grads = (mine[0].past - mine[0].first) * _length(plan.of_q[rank]) * sizes.head_dim
             grads += (mine[1].past - mine[1].first) * _length(plan.of_k[rank]) * both
-            sent += grads + (of_q.past - of_q.first) * queries * sizes.value_dim
+            sent += grads * wide + (of_q.past - of_q.first) * queries * sizes.value_dim
     total = sizes.batch * sizes.itemsize
     seen = _pairs(plan, (Segment(0, plan.queries),), (Segment(0, plan.keys),))
     heads, key_heads = (of.past - of.first for of in mine)
