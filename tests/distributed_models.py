@@ -15,7 +15,7 @@ import transformers_models
 from distributed_rank import main
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -153,7 +153,18 @@ def check_dtensor(group, ranks):
     for length in (4 * ranks + 1, 8 * ranks):
         whole = [torch.randn(2, h, length, 8, generator=generator).requires_grad_() for h in (4, 2, 2)]
         q, k, v = (distribute_tensor(x.detach(), mesh, [Shard(2)]).requires_grad_() for x in whole)
+        sinks = torch.randn(4, generator=generator)
+        sink = distribute_tensor(sinks.clone(), mesh, [Replicate()]).requires_grad_()
+        sinks.requires_grad_()
         for method in ("ring", "gather", "ulysses"):
+            out = hwd.context_parallel_attention(q, k, v, mesh, sink=sink, method=method)
+            (ours,) = torch.autograd.grad(out.full_tensor().square().sum(), sink)
+            versions = []
+            for dtype in (torch.float64, torch.float32):
+                plain = hw.attention(*(x.to(dtype) for x in whole), sink=sinks.to(dtype))
+                versions += torch.autograd.grad(plain.square().sum(), sinks)
+            error = testing.compare("sink", ours.full_tensor(), *versions)
+            assert error.ok, f"{method}: {error}"
             out, lse = hwd.context_parallel_attention(
                 q, k, v, mesh, causal=True, window=(9, 0), method=method, return_lse=True
             )

@@ -59,7 +59,8 @@ def answered(peers: Peers, phase: str) -> Iterator[None]:
     except RuntimeError as error:
         raise RankLostError(
             f"{peers.op}: rank {peers.rank} of {peers.ranks} got no answer in {phase}: another rank died, hangs, raised "
-            "an error of its own, or was called with another group. Start the processes again and go on from the last checkpoint, with any number of ranks. "
+            "an error of its own, or was called with another group. Start the processes again and go on from the last "
+            "checkpoint, with any number of ranks. "
             f"The process group says: {error}"
         ) from error
 

@@ -199,7 +199,7 @@ def _received(
     like: Sequence[Tensor],
     phase: str,
 ) -> list[list[Tensor]]:
-    """From every rank, tensors of these shapes and of the dtypes of ``like``; wider dtypes come first, so all are aligned."""
+    """From every rank, tensors of these shapes and of the dtypes of ``like``: wider ones first, so that all are aligned."""
     sizes = [[torch.Size(shape).numel() * x.element_size() for shape, x in zip(of, like, strict=True)] for of in shapes]
     messages = exchange(peers, sent, [sum(of) for of in sizes], phase)
     return [
