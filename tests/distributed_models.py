@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers_models
@@ -28,6 +29,7 @@ from headwise.nn import Packing, TransformerConfig, TransformerLM
 LENGTH = 53
 DOCUMENTS = [5, 1, 30, 11, 6]
 # gpt_oss alone does not look for documents in its position_ids.
+LLAMA = transformers_models.BY_NAME["llama"]
 TRANSFORMERS = {"llama": ("left", "packed"), "gemma2": ("plain", "packed"), "gpt_oss": ("right",), "mistral": ("plain",),
                 "qwen3": ("plain",)}  # fmt: skip
 
@@ -113,6 +115,49 @@ def check_data_parallel(group):
     loss = model(*args, **kwargs)
     loss.backward()
     within_budget(results(model, loss), True, "FSDP2")
+
+
+def refused(words, call):
+    with pytest.raises(NotImplementedError, match=words):
+        call()
+
+
+def check_refused_models(group):
+    """What would be wrong in silence across ranks."""
+    share, build = headwise_transformers.context_parallel, transformers_models.build
+    headwise_transformers.register()
+    ids = transformers_models.tokens(length=LENGTH)
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    refused("dynamic", lambda: share(build(LLAMA, "headwise", rope_scaling=dynamic), group))
+    refused("deepseek_v3", lambda: share(build(transformers_models.BY_NAME["deepseek_v3"], "headwise"), group))
+    model = build(LLAMA, "headwise")
+    share(model, group)
+    refused("logits_to_keep", lambda: model(input_ids=ids, logits_to_keep=1))
+    routed = build(transformers_models.BY_NAME["gpt_oss"], "headwise", output_router_logits=True)
+    share(routed, group)
+    refused("output_router_logits", lambda: routed(input_ids=ids, labels=ids))
+    model = make_model()
+    model.loss.reduction = "sum"
+    hwd.context_parallel(model, group)
+    refused("reduction", lambda: model(*inputs(False)[0]))
+
+
+def check_two_forwards(group):
+    """Layers that are computed again in the backward get the mask of their own forward."""
+    headwise_transformers.register()
+    ids, found = transformers_models.tokens(length=LENGTH), []
+    for again in (False, True):
+        model = transformers_models.build(LLAMA, "headwise").train()
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        headwise_transformers.context_parallel(model, group)
+        loss = 0
+        for side in ("left", "right"):
+            mask = transformers_models.padding(side, length=LENGTH)
+            loss = loss + model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def check_checkpointing(group):
@@ -217,7 +262,16 @@ def check_transformers(group):
                 assert error.ok, f"{model.name}, {name}: {error}"
 
 
-CHECKS = (check_transformers, check_model, check_data_parallel, check_checkpointing, check_compiled, check_dtensor)
+CHECKS = (
+    check_refused_models,
+    check_two_forwards,
+    check_transformers,
+    check_model,
+    check_data_parallel,
+    check_checkpointing,
+    check_compiled,
+    check_dtensor,
+)
 
 if __name__ == "__main__":
     # Of PyTorch's own code, when it is imported or first used.

@@ -93,8 +93,8 @@ def agree(peers: Peers, check: Callable[[], Description]) -> list[tuple[int, ...
         for name, value in same.items():
             if value != first.get(name):
                 raise ValueError(
-                    f"{peers.op}: {name} is {first.get(name)!r} on rank 0 and {value!r} on rank {rank}; it needs to be the same "
-                    "on every rank"
+                    f"{peers.op}: {name} is {first.get(name)!r} on rank 0 and {value!r} on rank {rank}; it needs to be the "
+                    "same on every rank"
                 )
     return [lengths for (_, lengths), _ in everyone]
 
