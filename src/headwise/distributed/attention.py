@@ -103,10 +103,9 @@ def context_parallel_attention(
         peers.rank, of_q, of_k, flags[0].left, flags[0].right, regions, packed=cu_seqlens is not None
     )  # fmt: skip
     options = Options(flags[0].scale, flags[0].softcap or None, flags[0].deterministic, backend)
-    if method == "auto":
-        needed = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if method == "auto":  # as for training: a forward without gradients may be computed again with them
         scored = any(x is not None for x in scores.values())
-        method = costs.choose(costs.Sizes.of(q, k, v), plan, costs.machine_of(q.device), needed, scored)
+        method = costs.choose(costs.Sizes.of(q, k, v), plan, costs.machine_of(q.device), True, scored)
     call = ring.Call(peers, plan, options, method)
     if method == "ulysses":
         given = {name: x for name, x in lengths.items() if x is not None}
