@@ -9,13 +9,14 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers_models
 from distributed_rank import main
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +29,9 @@ from headwise.nn import Packing, TransformerConfig, TransformerLM
 LENGTH = 53
 DOCUMENTS = [5, 1, 30, 11, 6]
 # gpt_oss alone does not look for documents in its position_ids.
-TRANSFORMERS = {"llama": ("left", "packed"), "gemma2": ("plain", "packed"), "gpt_oss": ("right",)}
+LLAMA = transformers_models.BY_NAME["llama"]
+TRANSFORMERS = {"llama": ("left", "packed"), "gemma2": ("plain", "packed"), "gpt_oss": ("right",), "mistral": ("plain",),
+                "qwen3": ("plain",)}  # fmt: skip
 
 
 def config(**changes):
@@ -114,6 +117,49 @@ def check_data_parallel(group):
     within_budget(results(model, loss), True, "FSDP2")
 
 
+def refused(words, call):
+    with pytest.raises(NotImplementedError, match=words):
+        call()
+
+
+def check_refused_models(group):
+    """What would be wrong in silence across ranks."""
+    share, build = headwise_transformers.context_parallel, transformers_models.build
+    headwise_transformers.register()
+    ids = transformers_models.tokens(length=LENGTH)
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    refused("dynamic", lambda: share(build(LLAMA, "headwise", rope_scaling=dynamic), group))
+    refused("deepseek_v3", lambda: share(build(transformers_models.BY_NAME["deepseek_v3"], "headwise"), group))
+    model = build(LLAMA, "headwise")
+    share(model, group)
+    refused("logits_to_keep", lambda: model(input_ids=ids, logits_to_keep=1))
+    routed = build(transformers_models.BY_NAME["gpt_oss"], "headwise", output_router_logits=True)
+    share(routed, group)
+    refused("output_router_logits", lambda: routed(input_ids=ids, labels=ids))
+    model = make_model()
+    model.loss.reduction = "sum"
+    hwd.context_parallel(model, group)
+    refused("reduction", lambda: model(*inputs(False)[0]))
+
+
+def check_two_forwards(group):
+    """Layers that are computed again in the backward get the mask of their own forward."""
+    headwise_transformers.register()
+    ids, found = transformers_models.tokens(length=LENGTH), []
+    for again in (False, True):
+        model = transformers_models.build(LLAMA, "headwise").train()
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        headwise_transformers.context_parallel(model, group)
+        loss = 0
+        for side in ("left", "right"):
+            mask = transformers_models.padding(side, length=LENGTH)
+            loss = loss + model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def check_checkpointing(group):
     """Blocks computed again in the backward: the same bits."""
     args, kwargs = inputs(False)
@@ -152,7 +198,18 @@ def check_dtensor(group, ranks):
     for length in (4 * ranks + 1, 8 * ranks):
         whole = [torch.randn(2, h, length, 8, generator=generator).requires_grad_() for h in (4, 2, 2)]
         q, k, v = (distribute_tensor(x.detach(), mesh, [Shard(2)]).requires_grad_() for x in whole)
+        sinks = torch.randn(4, generator=generator)
+        sink = distribute_tensor(sinks.clone(), mesh, [Replicate()]).requires_grad_()
+        sinks.requires_grad_()
         for method in ("ring", "gather", "ulysses"):
+            out = hwd.context_parallel_attention(q, k, v, mesh, sink=sink, method=method)
+            (ours,) = torch.autograd.grad(out.full_tensor().square().sum(), sink)
+            versions = []
+            for dtype in (torch.float64, torch.float32):
+                plain = hw.attention(*(x.to(dtype) for x in whole), sink=sinks.to(dtype))
+                versions += torch.autograd.grad(plain.square().sum(), sinks)
+            error = testing.compare("sink", ours.full_tensor(), *versions)
+            assert error.ok, f"{method}: {error}"
             out, lse = hwd.context_parallel_attention(
                 q, k, v, mesh, causal=True, window=(9, 0), method=method, return_lse=True
             )
@@ -205,7 +262,16 @@ def check_transformers(group):
                 assert error.ok, f"{model.name}, {name}: {error}"
 
 
-CHECKS = (check_transformers, check_model, check_data_parallel, check_checkpointing, check_compiled, check_dtensor)
+CHECKS = (
+    check_refused_models,
+    check_two_forwards,
+    check_transformers,
+    check_model,
+    check_data_parallel,
+    check_checkpointing,
+    check_compiled,
+    check_dtensor,
+)
 
 if __name__ == "__main__":
     # Of PyTorch's own code, when it is imported or first used.

@@ -20,6 +20,7 @@ import headwise.distributed as hwd
 from headwise import reference as oracle
 from headwise import testing
 from headwise.benchmark.distributed import counted
+from headwise.benchmark.memory import peak_extra
 from headwise.cases import attention as attention_cases
 from headwise.distributed import blocks, costs, shards
 
@@ -49,6 +50,8 @@ CASES = {
     "left-padded, mask, bias": {"kv_starts": [60, 5], "mask": (2, 1, 67, 67), "bias": (67, 67), "causal": True},
     "documents": {"cu_seqlens": [0, 5, 5, 40, 41, 60], "causal": True, "B": 1, "sink": True},
     "documents, window": {"cu_seqlens": [0, 1, 37, 67], "window": (6, 3), "Hq": 6, "Hk": 3},
+    "fewer heads than ranks": {"Hq": 1, "Hk": 1, "bias": (67, 67), "sink": True, "causal": True},
+    "no batch": {"B": 0},
     "more ranks than key heads": {"Hq": 6, "Hk": 1, "causal": True},
     "uneven heads": {"Hq": 10, "Hk": 2, "causal": True, "sink": True},
 }
@@ -200,6 +203,36 @@ def paged(cache, page_size, generator):
     return pages, order.view(batch, count).int()
 
 
+def check_cancelling(group, ranks):
+    """Parts of dk and dv that cancel over ranks: what is left is as close as on one device. bfloat16."""
+    maker = testing.Maker(torch.bfloat16, torch.device("cpu"), 6)
+    half, k, v = (
+        maker.normal(1, 2, 8 * ranks, 16),
+        maker.normal(1, 1, 16 * ranks, 16),
+        maker.normal(1, 1, 16 * ranks, 16),
+    )
+    grad = maker.normal(1, 2, 8 * ranks, 16)
+    grads = torch.cat([grad, -grad + maker.normal(1, 2, 8 * ranks, 16, scale=0.01)], 2)
+    given = {"q": torch.cat([half, half], 2), "k": k, "v": v}
+
+    def of(run, dtype):
+        leaves = {name: x.to(dtype).requires_grad_() for name, x in given.items()}
+        run(**leaves).backward(grads.to(dtype))
+        return {name: x.grad for name, x in leaves.items()}
+
+    truth, plain = (of(lambda **x: oracle.attention(**x)[0], dtype) for dtype in (torch.float64, torch.bfloat16))
+    for method in METHODS:
+
+        def sharded(method=method, **x):
+            parts = (Cut.apply(x[name], group, "contiguous") for name in "qkv")
+            out = hwd.context_parallel_attention(*parts, group, method=method, layout="contiguous")
+            return Joined.apply(out, group, "contiguous")
+
+        for name, ours in of(sharded, torch.bfloat16).items():
+            error = testing.compare(name, ours, truth[name], plain[name])
+            assert error.ok, f"{method}: {error}"
+
+
 def check_decode(group, rank, ranks):
     rooms = [8 + 4 * r for r in range(ranks)]
     start, total = sum(rooms[:rank]), sum(rooms)
@@ -227,6 +260,8 @@ def check_decode(group, rank, ranks):
             error = testing.compare(name, ours, truth, other)
             assert error.ok, f"decode, {dtype}, {queries}, {flags}, {where}: {error}"
         assert found[0].dtype == dtype
+    beyond = hwd.context_parallel_decode(q, *caches, lengths + torch.tensor([1, 0, 0, 0]), group, **where)
+    assert beyond.flatten(1).isnan().all(1).tolist() == [True, False, False, False]
 
 
 def make_loss(maker, *, rows, classes, hidden=None, bias=False, weights=False, **options):
@@ -286,6 +321,10 @@ def check_loss(group, rank, ranks):
         for dtype in (torch.float32, torch.bfloat16):
             for error in testing.measure(suite, case, dtype=dtype):
                 assert error.ok, f"loss, {name}, {dtype}: {error}"
+    hidden, weight = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(8)).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = hwd.vocabulary_parallel_linear_cross_entropy(hidden, weight, torch.arange(7), group)
+    assert torch.equal(found, hwd.vocabulary_parallel_linear_cross_entropy(hidden, weight, torch.arange(7), group))
     logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     loss = hwd.vocabulary_parallel_cross_entropy(logits, torch.tensor([-100, 5 * ranks, 2]), group, reduction="none")
     loss.sum().backward()
@@ -332,6 +371,12 @@ def check_refusals(group, rank, ranks):
     refused(ValueError, ["mask", f"{total}"], attention(mask=torch.ones(4, 5, dtype=torch.bool)))
     refused(ValueError, ["shape of bias"], attention(bias=torch.ones(2 - last, 1, total)))
     refused(ValueError, ["gradient", "bias"], attention(bias=torch.ones(total).requires_grad_(last)))
+    refused(ValueError, ["mask has", "rows"], attention(mask=torch.ones(4 if last else 1, 4 * ranks, dtype=torch.bool)))
+    refused(ValueError, ["bogus"], attention(backend="bogus"))
+    refused(
+        ValueError, ["the function", "unshard"],
+        lambda: hwd.unshard(x, group) if last else attend(x, x, x, group),
+    )  # fmt: skip
     refused(TypeError, ["group"], lambda: attend(x, x, x, None))
     decode = hwd.context_parallel_decode
     refused(
@@ -388,7 +433,42 @@ def check_bytes(group, rank, ranks):
             assert abs(sent - modelled) <= 0.05 * modelled + 500 * ranks, (name, method, gradient, sent, modelled)
 
 
-CHECKS = (check_shards, check_attention, check_bits, check_decode, check_loss, check_refusals, check_bytes)
+def check_memory(group, rank, ranks):
+    """With as many tokens on each rank, a ring of more ranks holds no more; gather does."""
+    if ranks < 4:
+        return
+    three, held = dist.new_group([0, 1, 2]), {}
+    for method, gradient, of in itertools.product(("ring", "gather"), (False, True), (three, group)):
+        if of is three and rank > 2:
+            continue
+        x = torch.randn(1, 2, 600, 64)
+
+        def call(x=x, of=of, method=method, gradient=gradient):
+            leaf = x.clone().requires_grad_(gradient)
+            out = hwd.context_parallel_attention(leaf, leaf, leaf, of, method=method, layout="contiguous")
+            if gradient:
+                out.sum().backward()
+
+        call()
+        held[method, gradient, of is group] = peak_extra(call, "cpu")
+    if rank < 3:
+        assert held["ring", False, True] <= 1.05 * held["ring", False, False], held
+        # A sum of gradients is let go when it has been sent: one more or less of them, by chance.
+        assert held["ring", True, True] <= 1.4 * held["ring", True, False], held
+        assert held["gather", False, True] > 1.2 * held["gather", False, False], held
+
+
+CHECKS = (
+    check_shards,
+    check_attention,
+    check_bits,
+    check_cancelling,
+    check_decode,
+    check_loss,
+    check_refusals,
+    check_bytes,
+    check_memory,
+)
 
 
 def main(checks=CHECKS):

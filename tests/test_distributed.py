@@ -27,7 +27,7 @@ FAULTS = Path(__file__).with_name("distributed_faults.py")
 SECONDS = 120
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_ranks_agree_with_the_oracle(ranks, tmp_path):
     """`distributed_rank.main` in every process: attention with gradients, decoding, losses, shards, refusals, bytes."""
     _run(ranks, tmp_path)
@@ -203,3 +203,17 @@ def test_partial_results_are_float32():
     )
     error = testing.compare("out", partial.out, truth, plain)
     assert error.ok, error
+
+
+def test_the_bench_of_two_processes(tmp_path):
+    command = [
+        sys.executable, "-m", "headwise", "bench", "--suite", "distributed", "--quick", "--json", "--out", str(tmp_path)
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)["results"]
+    assert {row["method"] for row in results} == set(costs.METHODS)
+    for row in results:
+        assert abs(row["excess"]) <= 0.05, row
+        assert row["layout"] == "contiguous" or row["balance"] <= 1.1, row
+    assert len((tmp_path / "distributed-gloo.csv").read_text().splitlines()) == len(results) + 1

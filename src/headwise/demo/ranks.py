@@ -15,6 +15,7 @@ import torch.distributed as dist
 from headwise.demo.model import ContextParallel
 from headwise.demo.train import Training
 from headwise.distributed import context_parallel
+from headwise.distributed.groups import answered, peers_of
 
 TIMEOUT = timedelta(seconds=120)  # of a rank that does not answer
 
@@ -55,6 +56,8 @@ class Ranks:
         alone, shared = training.computation, context_parallel(training.model, self.group)
         training.computation = ContextParallel(alone.backend, self.group)
         yield
+        with answered(peers_of("the demo", self.group), "waiting for the last checkpoint"):
+            dist.barrier(self.group)  # torchrun may end the others when one has ended
         shared.remove()
         training.computation = alone
         self.close()
@@ -64,7 +67,8 @@ class Ranks:
         if self.group is None:
             return wish
         flag = torch.tensor(float(wish))
-        dist.all_reduce(flag, group=self.group)
+        with answered(peers_of("the demo", self.group), "agreeing whether to stop"):
+            dist.all_reduce(flag, group=self.group)
         return bool(flag)
 
     def close(self) -> None:

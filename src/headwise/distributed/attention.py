@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from headwise import layout as memory
 from headwise.distributed import costs, ring, ulysses
 from headwise.distributed.blocks import Options, Plan, Region, length_of
 from headwise.distributed.groups import Description, Group, Peers, agree, flag_values, peers_of
 from headwise.distributed.shards import Segment, check_layout, parts_of
 from headwise.ops import _checks
-from headwise.ops.attention import _arguments
+from headwise.ops.attention import _arguments, attention
 from headwise.ops.attention._arguments import Window
 from headwise.ops.attention.dense import LETTERS
 
@@ -74,11 +75,24 @@ def context_parallel_attention(
         flags.append(_check(q, k, v, sink, method, layout, return_lse, causal, window, scale, softcap, deterministic))
         _check_scores(q, scores)
         values.update(_check_lengths(q, lengths, cu_seqlens))
+        if backend is not None:  # it may refuse: better here than in the middle of an exchange
+            with torch.no_grad():
+                attention(*(x[:1, :, :1].detach() for x in (q, k, v)), backend=backend)
         return _describe(q, k, v, sink, scores, values, flags[0], method, layout, return_lse, backend)
 
     told = agree(peers, check)
     of_q, of_k = (parts_of(OP, name, [x[n] for x in told], layout) for n, name in ((0, "q"), (1, "k and v")))
     regions = _regions(q.shape[0], length_of(of_q), length_of(of_k), values)
+    for n, name in enumerate(SCORES):
+        rows = [x[2 + n] for x in told]
+        if not all(row == 1 for row in rows) and rows != [x[0] for x in told]:
+            raise ValueError(
+                f"{OP}: {name} has {rows} rows on the ranks, whose queries are {[x[0] for x in told]}; it needs 1 on all of "
+                "them, or as many as their queries"
+            )
+    if q.shape[0] == 0:
+        nothing = q.new_zeros(*q.shape[:3], v.shape[3]) + (q.sum() + k.sum() + v.sum())
+        return (nothing, nothing.sum(-1).to(memory.statistics_dtype(q.dtype))) if return_lse else nothing
     for name, x in scores.items():
         if x is not None and _keys(x) not in (1, length_of(of_k)):
             raise ValueError(
@@ -89,10 +103,9 @@ def context_parallel_attention(
         peers.rank, of_q, of_k, flags[0].left, flags[0].right, regions, packed=cu_seqlens is not None
     )  # fmt: skip
     options = Options(flags[0].scale, flags[0].softcap or None, flags[0].deterministic, backend)
-    if method == "auto":
-        needed = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if method == "auto":  # as for training: a forward without gradients may be computed again with them
         scored = any(x is not None for x in scores.values())
-        method = costs.choose(costs.Sizes.of(q, k, v), plan, costs.machine_of(q.device), needed, scored)
+        method = costs.choose(costs.Sizes.of(q, k, v), plan, costs.machine_of(q.device), True, scored)
     call = ring.Call(peers, plan, options, method)
     if method == "ulysses":
         given = {name: x for name, x in lengths.items() if x is not None}
@@ -111,6 +124,28 @@ def _of_dtensors(
     q: DTensor, k: Any, v: Any, group: Group, layout: str, arguments: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
     mesh = q.device_mesh
+
+    def check() -> Description:
+        _check_dtensors(q, k, v, group, arguments)
+        return Description({"kind of tensor": "DTensor"}, ())
+
+    agree(peers_of(OP, mesh if mesh.ndim == 1 else group), check)
+    for name, x in arguments.items():
+        if isinstance(x, DTensor):  # its gradient is a part on every rank
+            arguments[name] = x.to_local(grad_placements=(Partial(),))
+    local = (x.to_local() for x in (q, k, v))
+    found = context_parallel_attention(*local, mesh, layout=layout, **arguments)
+    shape = (*q.shape[:3], v.shape[3])
+
+    def whole(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(x.contiguous(), mesh, (Shard(2),), shape=torch.Size(shape), stride=stride)
+
+    return (whole(found[0], shape), whole(found[1], shape[:3])) if isinstance(found, tuple) else whole(found, shape)
+
+
+def _check_dtensors(q: DTensor, k: Any, v: Any, group: Group, arguments: dict[str, Any]) -> None:
+    mesh = q.device_mesh
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, DTensor):
             raise TypeError(f"{OP}: q is a DTensor and {name} is {type(x).__name__}; q, k and v need to be of one kind")
@@ -122,19 +157,8 @@ def _of_dtensors(
     if peers_of(OP, group).group is not mesh.get_group():
         raise ValueError(f"{OP}: group is {group!r} and q lies on {mesh}; they need to be the same")
     for name, x in arguments.items():
-        if isinstance(x, DTensor):
-            if tuple(x.placements) != (Replicate(),):
-                raise ValueError(f"{OP}: {name} is a DTensor with placements {x.placements}; it needs (Replicate(),)")
-            arguments[name] = x.to_local()
-    local = (x.to_local() for x in (q, k, v))
-    found = context_parallel_attention(*local, mesh, layout=layout, **arguments)
-    shape = (*q.shape[:3], v.shape[3])
-
-    def whole(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(x.contiguous(), mesh, (Shard(2),), shape=torch.Size(shape), stride=stride)
-
-    return (whole(found[0], shape), whole(found[1], shape[:3])) if isinstance(found, tuple) else whole(found, shape)
+        if isinstance(x, DTensor) and tuple(x.placements) != (Replicate(),):
+            raise ValueError(f"{OP}: {name} is a DTensor with placements {x.placements}; it needs (Replicate(),)")
 
 
 def _check(

@@ -66,6 +66,7 @@ class Cost(NamedTuple):
     messages: int
     pairs: int  # of a query and a key that are computed, all heads together
     memory: int  # bytes of keys, values and their gradients that others own
+    wide: bool = False  # 16-bit inputs are computed in float32, since key heads are on several ranks
 
     def flops(self, sizes: Sizes, gradient: bool) -> float:
         forward = 2.0 * self.pairs * (sizes.head_dim + sizes.value_dim)
@@ -106,6 +107,10 @@ def seconds(method: str, sizes: Sizes, plan: Plan, machine: Machine, gradient: b
 def time_of(method: str, sizes: Sizes, found: Cost, longest: int, machine: Machine, gradient: bool) -> float:
     """Seconds of a rank; longest: the keys of the longest shard."""
     slowdown = machine.merged_slowdown if method == "ring" and sizes.itemsize < 4 else 1.0
+    if method == "ulysses" and found.wide and sizes.itemsize < 4:
+        slowdown = machine.merged_slowdown
+    if method == "gather" and gradient and sizes.itemsize < 4:  # its backward sums over ranks
+        slowdown = (1 + BACKWARD * machine.merged_slowdown) / (1 + BACKWARD)
     computing = found.flops(sizes, gradient) * slowdown / machine.flops
     sending = found.sent / machine.bandwidth + found.messages * machine.latency
     if method != "ring":
@@ -140,8 +145,12 @@ def of_causal(method: str, sizes: Sizes, tokens: int, ranks: int, gradient: bool
         held = block * ranks * (sizes.itemsize + gradient * sizes.statistics)
         return Cost(sent, others * (1 + 2 * gradient), pairs, held)
     heads, key_heads = sizes.q_heads // ranks, max(sizes.k_heads // ranks, 1)
+    wide = ranks > sizes.k_heads
     once = sizes.batch * own * (heads + key_heads) * both * sizes.itemsize
-    return Cost(others * once * (1 + gradient), 2 * others * (1 + gradient), pairs, ranks * once * (1 + gradient))
+    grads = once + wide * sizes.batch * own * key_heads * both * (sizes.statistics - sizes.itemsize)
+    grads += wide * sizes.batch * own * heads * sizes.head_dim * (sizes.statistics - sizes.itemsize)
+    sent = others * (once + gradient * grads)
+    return Cost(sent, 2 * others * (1 + gradient), pairs, ranks * once * (1 + gradient), wide)
 
 
 def _ring(sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
@@ -177,6 +186,8 @@ def _ulysses(sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
     whose = [heads_of(rank, plan.ranks, sizes.q_heads, sizes.k_heads) for rank in range(plan.ranks)]
     queries, keys = (_length(parts[plan.rank]) for parts in (plan.of_q, plan.of_k))
     mine, sent = whose[plan.rank], 0
+    shared = sum(of_k.past - of_k.first for _, of_k in whose) > sizes.k_heads
+    wide = sizes.statistics // sizes.itemsize if shared else 1  # gradients of key heads that several ranks have
     both = sizes.head_dim + sizes.value_dim
     for rank, (of_q, of_k) in enumerate(whose):
         if rank == plan.rank:
@@ -187,12 +198,12 @@ def _ulysses(sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
         if gradient:
             grads = (mine[0].past - mine[0].first) * _length(plan.of_q[rank]) * sizes.head_dim
             grads += (mine[1].past - mine[1].first) * _length(plan.of_k[rank]) * both
-            sent += grads + (of_q.past - of_q.first) * queries * sizes.value_dim
+            sent += grads * wide + (of_q.past - of_q.first) * queries * sizes.value_dim
     total = sizes.batch * sizes.itemsize
     seen = _pairs(plan, (Segment(0, plan.queries),), (Segment(0, plan.keys),))
     heads, key_heads = (of.past - of.first for of in mine)
     held = (heads * plan.queries * both + key_heads * plan.keys * both) * total * (1 + gradient)
-    return Cost(sent * total, 2 * (plan.ranks - 1) * (1 + gradient), seen * heads * sizes.batch, held)
+    return Cost(sent * total, 2 * (plan.ranks - 1) * (1 + gradient), seen * heads * sizes.batch, held, shared)
 
 
 def _block(sizes: Sizes, part: tuple[Segment, ...]) -> int:

@@ -17,6 +17,7 @@ from headwise.ops.attention.decode import _check as check_decode
 OP = "context_parallel_decode"
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # ranks talk about the call before it runs
 def context_parallel_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, group: Group, *, block_table: Tensor | None = None,
     kv_starts: Tensor | None = None, window: Window = None, scale: float | None = None, softcap: float | None = None,
@@ -43,7 +44,8 @@ def context_parallel_decode(
         same = {
             "shape of q": tuple(q.shape), "Hk, Dv": (k_cache.shape[1], v_cache.shape[3]), "dtype": str(q.dtype),
             "device": q.device.type, "sink": None if sink is None else str(sink.dtype), "return_lse": return_lse,
-            "backend": backend, "kv_starts": kv_starts is not None, **flag_values(flags[0]),
+            "backend": backend, "kv_starts": None if kv_starts is None else tuple(kv_starts.tolist()),
+            "lengths": tuple(lengths.tolist()), **flag_values(flags[0]),
         }  # fmt: skip
         return Description(same, (k_cache.shape[2] * (1 if block_table is None else block_table.shape[1]),))
 
@@ -75,7 +77,9 @@ def context_parallel_decode(
         outs.append(torch.zeros_like(outs[0]))
         lses.append(sink.to(dtype)[:, None].expand_as(lses[0]).contiguous())
     out, lse = merge_attention(outs, lses, backend=backend)
-    out = out.to(q.dtype)
+    # Loud, as in `attention_decode`.
+    bad = ((lengths < 0) | (lengths > sum(rooms)))[:, None, None]
+    out, lse = out.to(q.dtype).masked_fill(bad[..., None], torch.nan), lse.masked_fill(bad, torch.nan)
     if q.dim() == 3:
         out, lse = out[:, :, 0], lse[:, :, 0]
     return (out, lse) if return_lse else out

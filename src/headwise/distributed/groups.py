@@ -58,8 +58,9 @@ def answered(peers: Peers, phase: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RankLostError(
-            f"{peers.op}: rank {peers.rank} of {peers.ranks} got no answer in {phase}: another rank died, hangs, or raised "
-            "an error of its own. Start the processes again and go on from the last checkpoint, with any number of ranks. "
+            f"{peers.op}: rank {peers.rank} of {peers.ranks} got no answer in {phase}: another rank died, hangs, raised "
+            "an error of its own, or was called with another group. Start the processes again and go on from the last "
+            "checkpoint, with any number of ranks. "
             f"The process group says: {error}"
         ) from error
 
@@ -75,7 +76,10 @@ def agree(peers: Peers, check: Callable[[], Description]) -> list[tuple[int, ...
         mine = check()
     except Exception as caught:
         error = caught
-    told = (mine and (dict(mine.same), mine.lengths), error and f"{type(error).__name__}: {error}")
+    told = (
+        mine and ({"the function": peers.op, **mine.same}, mine.lengths),
+        error and f"{type(error).__name__}: {error}",
+    )
     everyone: list[Any] = [None] * peers.ranks
     with answered(peers, "comparing arguments"):
         dist.all_gather_object(everyone, told, group=peers.group)
@@ -87,10 +91,10 @@ def agree(peers: Peers, check: Callable[[], Description]) -> list[tuple[int, ...
     first = everyone[0][0][0]
     for rank, ((same, _), _) in enumerate(everyone):
         for name, value in same.items():
-            if value != first[name]:
+            if value != first.get(name):
                 raise ValueError(
-                    f"{peers.op}: {name} is {first[name]!r} on rank 0 and {value!r} on rank {rank}; it needs to be the same "
-                    "on every rank"
+                    f"{peers.op}: {name} is {first.get(name)!r} on rank 0 and {value!r} on rank {rank}; it needs to be the "
+                    "same on every rank"
                 )
     return [lengths for (_, lengths), _ in everyone]
 
@@ -126,7 +130,7 @@ def exchange(peers: Peers, parts: Sequence[Tensor], sizes: Sequence[int], phase:
     own, received = parts[peers.rank], [n if rank != peers.rank else 0 for rank, n in enumerate(sizes)]
     sent[peers.rank] = 0
     whole = own.new_empty(sum(received))
-    if sum(sent) + sum(received):
+    if peers.ranks > 1:  # all ranks or none, also where one of them has nothing to say
         message = torch.cat([part for rank, part in enumerate(parts) if rank != peers.rank])
         with answered(peers, phase):
             dist.all_to_all_single(whole, message, received, sent, group=peers.group)

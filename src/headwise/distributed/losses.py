@@ -280,7 +280,12 @@ def _operand(x: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """In float32 at least."""
+    """In float32 at least, under autocast too."""
+    with torch.autocast(a.device.type, enabled=False):
+        return _multiplied(a, b)
+
+
+def _multiplied(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype in (torch.float16, torch.bfloat16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a @ b

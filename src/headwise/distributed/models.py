@@ -86,6 +86,10 @@ def context_parallel(
     def before(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if len(args) > 2:
+            raise TypeError(
+                f"{OP}: the model is called with {len(args)} positional arguments; it needs ids and targets"
+            )
         given = dict(zip(("ids", "targets"), args, strict=False)) | kwargs
         for name in ("cache", "lengths"):
             if given.get(name) is not None:
@@ -93,6 +97,11 @@ def context_parallel(
         ids, targets, packing = given["ids"], given.get("targets"), given.get("packing")
         counts.clear()
         if targets is not None:
+            reduction = getattr(getattr(model, "loss", None), "reduction", "mean")
+            if reduction != "mean":
+                raise NotImplementedError(
+                    f"{OP}: the model's loss has reduction {reduction!r}; across ranks it needs 'mean'"
+                )
             real = targets != getattr(getattr(model, "loss", None), "ignore_index", -100)
             counts.append(sharding.cut(real, -1).sum() / real.sum().clamp(min=1))
             given["targets"] = sharding.cut(targets, -1)
@@ -118,17 +127,22 @@ def context_parallel(
     return ContextParallel(sharding, handles, undo)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def sum_gradients(model: nn.Module, group: Group) -> None:
-    """Every parameter's gradient becomes its sum over the ranks. A parameter without one counts as zero."""
+    """Every parameter's gradient becomes its sum over the ranks. Without one on any rank it stays None."""
     peers = peers_of("sum_gradients", group)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         return
-    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).float() for p in parameters])
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+    # Behind the gradients: who has one at all.
+    grads = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(dtype) for p in parameters]
+    flat = torch.cat([*grads, grads[0].new_tensor([p.grad is not None for p in parameters])])
     with answered(peers, "the sum of the gradients of the weights"):
         dist.all_reduce(flat, group=peers.group)
-    for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        parameter.grad = total.view_as(parameter).to(parameter.dtype)
+    *totals, present = flat.split([*(p.numel() for p in parameters), len(parameters)])
+    for parameter, total, some in zip(parameters, totals, present.tolist(), strict=True):
+        parameter.grad = total.view_as(parameter).to(parameter.dtype, copy=True) if some else None
 
 
 class _Total(torch.autograd.Function):

@@ -6,7 +6,7 @@ ring    the blocks of keys and values go round, one rank further at each step, t
 gather  every rank gets all keys and values at once: fewer, larger messages, more memory, and nothing to merge.
 
 In the backward the gradients of a block travel with it, in float32, and go home from the last rank that sees it; under
-gather they are summed by a reduce-scatter.
+gather they are summed by a reduce-scatter. What is summed comes from float32 kernels: rounded parts may cancel.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Attention(torch.autograd.Function):
         call = ctx.call
         gradients = Gradients(
             q, out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, Scores(mask, bias),
-            call.options, ctx.needs_input_grad[4], call.merges,
+            call.options, ctx.needs_input_grad[4], call.plan.ranks > 1,
         )  # fmt: skip
         run = _ring_backward if call.method == "ring" else _gather_backward
         dk, dv = _parted(run(call, k, v, gradients), k, v)

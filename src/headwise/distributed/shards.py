@@ -82,6 +82,7 @@ def shard_positions(total: int, group: Group, *, layout: str = "zigzag", device:
     return shard(torch.arange(total, device=device), group, layout=layout)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # ranks talk about the call before it runs
 def unshard(x: Tensor, group: Group, *, dim: int = -1, layout: str = "zigzag") -> Tensor:
     """The whole sequence, on every rank, from each one's `shard` of it. Not differentiable."""
     op, peers = "unshard", peers_of("unshard", group)

@@ -57,10 +57,15 @@ def attend(
     whose = [heads_of(rank, peers.ranks, q_heads, k_heads) for rank in range(peers.ranks)]
     mine, keys = whose[peers.rank]
     there = [(of_q, of_k, of_k) for of_q, of_k in whose]
+    dtype, shared = q.dtype, sum(of_k.past - of_k.first for _, of_k in whose) > k_heads
     q, k, v = _Exchange.apply(peers, there, (plan.of_q, plan.of_k, plan.of_k), True, q, k, v)
+    if shared:
+        sink = None if sink is None else sink.to(q.dtype)
     scores: dict[str, Tensor] = {}
     for name, x in (("mask", memory.four_dims(mask)), ("bias", memory.four_dims(bias))):
         if x is not None:
+            if name == "bias":  # its gradient is summed over ranks
+                x = x.to(memory.statistics_dtype(x.dtype))
             whole = _Rows.apply(x, peers, plan.of_q) if sharded[name] else x
             scores[name] = whole[:, mine.first : mine.past] if whole.shape[1] > 1 else whole
     own_sink = None if sink is None else sink[mine.first : mine.past]
@@ -72,7 +77,16 @@ def attend(
         out, lse = _attended(q[:, of_q], k[:, of_k], v[:, of_k], cu_seqlens, **part, **lengths, **flags)
         outs.append(out)
         lses.append(lse)
-    out = torch.cat(outs, 1) if outs else q.new_zeros(*q.shape[:3], v.shape[3]) + q.sum() + k.sum() + v.sum()
+    if outs:
+        out = torch.cat(outs, 1)
+    else:  # no head is this rank's: zeros that depend on all inputs, so that the backward takes part in every exchange
+        empty = sum(
+            x[..., :0].sum()
+            for x in (q, k, v, *scores.values(), *([] if own_sink is None else [own_sink]))
+            if x.is_floating_point()
+        )
+        out = q.new_zeros(*q.shape[:3], v.shape[3]) + empty
+    out = out.to(dtype)
     back = [of_q for of_q, _ in whose]
     if not return_lse:
         (found,) = _Exchange.apply(peers, [(of_q,) for of_q in back], (plan.of_q,), False, out)
@@ -106,15 +120,25 @@ class _Exchange(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.about = peers, whose, parts, to_heads
         ctx.totals = [x.shape[1] for x in xs]
+        ctx.dtypes = [x.dtype for x in xs]
         run = _to_heads if to_heads else _to_shards
-        return tuple(run(peers, whose, parts, xs, None))
+        found = run(peers, whose, parts, xs, None)
+        if to_heads and any(_on_several(whose, n, total) for n, total in enumerate(ctx.totals)):
+            # Gradients of a head that several ranks have are summed: they come from kernels that keep float32.
+            found = [x.to(memory.statistics_dtype(x.dtype)) for x in found]
+        return tuple(found)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         peers, whose, parts, to_heads = ctx.about
         run = _to_shards if to_heads else _to_heads
-        return None, None, None, None, *run(peers, whose, parts, grads, ctx.totals if to_heads else None)
+        found = run(peers, whose, parts, grads, ctx.totals if to_heads else None)
+        return None, None, None, None, *(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True))
+
+
+def _on_several(whose: Sequence[tuple[Heads, ...]], n: int, total: int) -> bool:
+    return sum(heads[n].past - heads[n].first for heads in whose) > total
 
 
 def _to_heads(
@@ -155,7 +179,7 @@ def _to_shards(
     found = []
     for n, (x, part) in enumerate(zip(xs, parts, strict=True)):
         total = max(heads[n].past for heads in whose) if totals is None else totals[n]
-        once = sum(heads[n].past - heads[n].first for heads in whose) == total
+        once = not _on_several(whose, n, total)
         dtype = x.dtype if once else memory.statistics_dtype(x.dtype)
         shard = x.new_zeros(x.shape[0], total, _length(part[rank]), x.shape[3], dtype=dtype)
         for heads, pieces in zip(whose, received, strict=True):
@@ -175,7 +199,7 @@ def _received(
     like: Sequence[Tensor],
     phase: str,
 ) -> list[list[Tensor]]:
-    """From every rank, tensors of these shapes and of the dtypes of ``like``, the wider dtypes first."""
+    """From every rank, tensors of these shapes and of the dtypes of ``like``: wider ones first, so that all are aligned."""
     sizes = [[torch.Size(shape).numel() * x.element_size() for shape, x in zip(of, like, strict=True)] for of in shapes]
     messages = exchange(peers, sent, [sum(of) for of in sizes], phase)
     return [

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from headwise.distributed.models import ContextParallel, Sharding
 from headwise.integrations import _mask_rules
-from headwise.integrations._compact_mask import CompactMask
+from headwise.integrations._compact_mask import CompactMask, Packed
 from headwise.integrations.transformers import _UNSUPPORTED, _own_or_float32, _under_autocast
 
 OP = "context_parallel"
 _numbers = itertools.count()
 IGNORED = -100
+# Every layer of these mixes tokens by attention alone, which it looks up by name.
+FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gpt_oss")
 
 
 class _Attention:
@@ -46,7 +48,8 @@ class _Attention:
             )
         query, key, value = _under_autocast(query, key, value)
         out = self.sharding.attend(
-            query, key, value, window=attention_mask.window, mask=self.mask, cu_seqlens=self.cu_seqlens, scale=scaling,
+            query, key, value, window=attention_mask.window, mask=attention_mask.padding, scale=scaling,
+            cu_seqlens=None if attention_mask.packed is None else attention_mask.packed.cu_seqlens,
             softcap=softcap, sink=None if s_aux is None else _own_or_float32(s_aux, query), dropout=dropout,
         )  # fmt: skip
         return out.transpose(1, 2).contiguous(), None
@@ -64,7 +67,12 @@ class _Attention:
             q_length, device = cache_position.shape[0], cache_position.device
         # The rule's sequences are a guess from the positions of a shard: the hook has seen all of them.
         window = None if rule.low is None else -rule.low, rule.high
-        return CompactMask.of((batch_size, 1, q_length or kv_length, kv_length), device, window, kv_length)
+        mask = CompactMask.of(
+            (batch_size, 1, q_length or kv_length, kv_length), device, window, kv_length, padding=self.mask
+        )
+        # On the mask and not on self: layers that are computed again in a backward get the mask of their own forward.
+        mask.packed = None if self.cu_seqlens is None else Packed(self.cu_seqlens, 0, False)
+        return mask
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         given = dict(kwargs)
@@ -76,6 +84,9 @@ class _Attention:
             raise NotImplementedError(
                 f"{OP}: past_key_values is given, and caches are not there across ranks: remove() first"
             )
+        for name in ("logits_to_keep", "output_router_logits"):
+            if given.get(name) or (name != "logits_to_keep" and getattr(module.config, name, False)):
+                raise NotImplementedError(f"{OP}: {name} is given, and it is not there across ranks")
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         if tokens is None:
@@ -117,6 +128,20 @@ def context_parallel(
 ) -> ContextParallel:
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    kind = model.config.model_type
+    if kind not in FAMILIES:
+        raise NotImplementedError(
+            f"{OP}: the model is a {kind}; layers that mix tokens in other ways than by attention would be wrong across "
+            f"ranks, so it needs to be one that was tried: {', '.join(FAMILIES)}"
+        )
+    for module in model.modules():
+        rope = getattr(module, "rope_type", None)
+        for found in rope.values() if isinstance(rope, dict) else (rope,):
+            if found in ("dynamic", "longrope"):
+                raise NotImplementedError(
+                    f"{OP}: the model has rotary positions of type {found!r}, whose angles depend on the length of what one "
+                    "rank sees; across ranks it needs another type"
+                )
     attention = _Attention(Sharding(mesh, method, layout, averaged))
     AttentionInterface.register(attention.name, attention.forward)
     AttentionMaskInterface.register(attention.name, attention.make_mask)
