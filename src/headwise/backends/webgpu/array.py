@@ -8,6 +8,7 @@ in a GPU buffer. Headwise ops take and return arrays, and so do PyTorch's own op
 from __future__ import annotations
 
 import importlib
+import math
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from headwise.backends.webgpu import runtime
 from headwise.backends.webgpu.storage import Layout, Region, Storage
-from headwise.backends.webgpu.torch_device import DEVICE, NAME
+from headwise.backends.webgpu.torch_device import DEVICE, NAME, backward_in_this_thread
 
 OPERATORS: dict[Any, Callable[..., Any]] = {}  # PyTorch operators that arrays support; `aten` fills it
 _make_wrapper = Tensor._make_wrapper_subclass
@@ -135,10 +136,15 @@ class Array(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        known = OPERATORS.get(func)
-        if known is None:
-            known = _missing(func)
-        return known(*args, **kwargs) if kwargs else known(*args)
+        try:
+            known = OPERATORS.get(func)
+            if known is None:
+                known = _missing(func)
+            return known(*args, **kwargs) if kwargs else known(*args)
+        except BaseException as error:
+            if torch._C._current_graph_task_id() == -1:
+                raise
+            return _raised_after_backward(func, args, kwargs or {}, error)
 
 
 def _missing(func: Any) -> Callable[..., Any]:
@@ -146,6 +152,39 @@ def _missing(func: Any) -> Callable[..., Any]:
     aten = importlib.import_module("headwise.backends.webgpu.aten")
     found: Callable[..., Any] = OPERATORS.get(func) or aten.missing(func)
     return found
+
+
+def _raised_after_backward(func: Any, args: Any, kwargs: Any, error: BaseException) -> Any:
+    """NaN in place of the results, and the error at the end of the backward pass.
+
+    An error that leaves an operator within a backward pass ends the process: on the way PyTorch calls the device's guard, which
+    is Python, while the error is set, and may not raise there (seen in 2.13).
+    """
+
+    def to_meta(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return type(x)(map(to_meta, x)) if isinstance(x, (list, tuple)) else x
+
+    def to_nan(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            device = runtime.device()
+            made = Array(device.empty(tuple(x.shape), x.dtype), device)
+            return made.fill_(math.nan) if x.is_floating_point() else made.zero_()
+        return type(x)(map(to_nan, x)) if isinstance(x, (list, tuple)) else x
+
+    def raise_it() -> None:
+        raise error
+
+    try:
+        kwargs = {name: torch.device("meta") if isinstance(x, torch.device) else to_meta(x) for name, x in kwargs.items()}
+        results = to_nan(func(*to_meta(args), **kwargs))
+    except Exception:  # what PyTorch itself cannot tell the shapes of
+        likes = [x for x in args if isinstance(x, Tensor)]
+        results = tuple(to_nan(like) for like, _ in zip(likes, func._schema.returns, strict=False))
+        results = results if len(func._schema.returns) > 1 else results[0]
+    torch.autograd.Variable._execution_engine.queue_callback(raise_it)  # type: ignore[attr-defined]
+    return results
 
 
 def _is_parameter(x: Array) -> bool:
@@ -170,6 +209,7 @@ def array(tensor: Tensor | Any) -> Array:
 
 def uploaded(tensor: Tensor) -> Array:
     """The elements of a CPU tensor in memory of the GPU; nothing for autograd."""
+    backward_in_this_thread()
     device = runtime.device()
     with device.in_use():
         return Array(device.upload(tensor), device)

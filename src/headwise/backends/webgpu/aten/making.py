@@ -14,7 +14,7 @@ from headwise.backends.webgpu.aten import elementwise
 from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.recorder import replayed
 from headwise.backends.webgpu.storage import Region, contiguous_strides
-from headwise.backends.webgpu.torch_device import DEVICE
+from headwise.backends.webgpu.torch_device import DEVICE, backward_in_this_thread
 
 aten = torch.ops.aten
 
@@ -38,11 +38,13 @@ def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch
 
 
 def _new(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype) -> Array:
+    backward_in_this_thread()
     device = runtime.device()
     with device.in_use():
         made = Array(device.empty(shape, dtype, strides), device)
     if torch.utils.deterministic.fill_uninitialized_memory and torch.are_deterministic_algorithms_enabled():
-        made.fill_(float("nan") if dtype.is_floating_point else False if dtype is torch.bool else torch.iinfo(dtype).max)
+        if dtype in elementwise.NAMES:  # not by a method: PyTorch also comes here where no `__torch_dispatch__` is seen
+            _fill_in_place(made, math.nan if dtype.is_floating_point else dtype is torch.bool or torch.iinfo(dtype).max)
     return made
 
 
