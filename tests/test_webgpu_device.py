@@ -52,7 +52,8 @@ def test_tensors_are_made_moved_and_read():
     assert repr(y).endswith("device='webgpu:0')")
     assert torch.equal(torch.empty(3, 4).copy_(y), x)
     for made in (
-        torch.zeros(2, 3, device=DEVICE), torch.full((2, 3), 0.0, device=DEVICE), torch.tensor([[0.0] * 3] * 2, device=DEVICE),
+        torch.zeros(2, 3, device=DEVICE), torch.full((2, 3), 0.0, device=DEVICE),
+        torch.tensor([[0.0] * 3] * 2, device=DEVICE),
         torch.zeros_like(y)[:2, :3], y.new_zeros(2, 3), torch.ones(2, 3, device=DEVICE) - 1,
     ):  # fmt: skip
         assert made.device.type == DEVICE
@@ -98,7 +99,9 @@ def test_scalars_of_a_call_are_no_part_of_its_record():
 
 @pytest.mark.parametrize("value", [1e39, -1e39, float("inf"), float("nan")])
 def test_numbers_that_float32_does_not_hold(value):
-    assert torch.equal((torch.arange(5.0, device=DEVICE) + value).cpu().nan_to_num(7), (torch.arange(5.0) + value).nan_to_num(7))
+    assert torch.equal(
+        (torch.arange(5.0, device=DEVICE) + value).cpu().nan_to_num(7), (torch.arange(5.0) + value).nan_to_num(7)
+    )
 
 
 def test_what_is_not_there_says_so_and_runs_on_the_cpu_if_asked():
@@ -199,9 +202,19 @@ def test_elements_by_number():
     i, j = torch.randint(0, 7, (4, 1)), torch.randint(-33, 33, (6,))
     held(lambda x, i, j: [x[i, :, j], x[:, :, j], x[x > 1], x.index_select(2, j.abs()), x[i]], x, i, j)
     places, new = torch.rand(7, 300, 33).argsort(1)[:, :20], torch.randn(7, 20, 33)
-    held(lambda x, p, new: [x.gather(1, p), x.scatter(1, p, new), x.scatter_add(1, p % 9, new), x.scatter(1, p, 2.0)], x, places, new)
+    held(
+        lambda x, p, new: [x.gather(1, p), x.scatter(1, p, new), x.scatter_add(1, p % 9, new), x.scatter(1, p, 2.0)],
+        x,
+        places,
+        new,
+    )
     many, rows = torch.randint(0, 7, (100,)), torch.randn(100, 300, 33)
-    held(lambda x, many, rows: [x.index_add(0, many, rows), x.clone().index_put_((many,), rows, accumulate=True)], x, many, rows)
+    held(
+        lambda x, many, rows: [x.index_add(0, many, rows), x.clone().index_put_((many,), rows, accumulate=True)],
+        x,
+        many,
+        rows,
+    )
     ids = torch.randint(0, 300, (5, 9))
     held(lambda ids, w: F.embedding(ids, w), ids, torch.randn(300, 12))
     outside = torch.tensor([1, 300], device=DEVICE)
@@ -213,21 +226,33 @@ def test_order_and_running_sums():
     x = torch.randn(5, 700)
     x[0, 3] = x[1, 5] = float("nan")
     x[2, :300] = 1.0  # equal ones keep their order
-    ordered = [lambda x: x.topk(9), lambda x: x.sort(dim=-1, stable=True), lambda x: x.sort(dim=0, descending=True, stable=True)]
+    ordered = [
+        lambda x: x.topk(9),
+        lambda x: x.sort(dim=-1, stable=True),
+        lambda x: x.sort(dim=0, descending=True, stable=True),
+    ]
     for order in ordered:
         (values, places), (wanted, wanted_places) = order(x.to(DEVICE)), order(x)
         assert torch.equal(values.cpu().nan_to_num(9e9), wanted.nan_to_num(9e9))
         assert order is ordered[0] or torch.equal(places.cpu(), wanted_places)
     held(lambda x: x.argmax(-1), x.nan_to_num(0))
-    held(lambda x: [x.cumsum(-1), x.cumsum(0), x.tril(-3), x.triu(1), x.softmax(0), x.log_softmax(-1)], torch.randn(65, 700))
-    assert torch.full((2, 3), -float("inf"), device=DEVICE).softmax(-1).isnan().all()  # PyTorch's own: not the contract's
+    held(
+        lambda x: [x.cumsum(-1), x.cumsum(0), x.tril(-3), x.triu(1), x.softmax(0), x.log_softmax(-1)],
+        torch.randn(65, 700),
+    )
+    assert (
+        torch.full((2, 3), -float("inf"), device=DEVICE).softmax(-1).isnan().all()
+    )  # PyTorch's own: not the contract's
 
 
 def test_random_numbers_are_philox():
     torch.manual_seed(5)
     found = torch.rand(1001, device=DEVICE).cpu()
     counters = torch.arange(251)
-    words = torch.stack(philox((counters, torch.zeros_like(counters), torch.zeros_like(counters), torch.zeros_like(counters)), (5, 0)), 1)
+    words = torch.stack(
+        philox((counters, torch.zeros_like(counters), torch.zeros_like(counters), torch.zeros_like(counters)), (5, 0)),
+        1,
+    )
     assert torch.equal(found, ((words.view(-1) >> 8) * 2.0**-24)[:1001].float())
     again = torch.rand(1001, device=DEVICE)
     assert not torch.equal(again.cpu(), found)
@@ -330,7 +355,9 @@ def test_state_is_saved_and_loaded_both_ways():
         for p in model.parameters():
             p.add_(1)
     plain.load_state_dict(model.state_dict())
-    assert all(torch.equal(a, b.cpu()) for a, b in zip(plain.state_dict().values(), model.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b.cpu()) for a, b in zip(plain.state_dict().values(), model.state_dict().values(), strict=True)
+    )
     model.load_state_dict(block().state_dict())
     assert torch.equal(model[1].weight.detach().cpu(), block()[1].weight)
     file = io.BytesIO()

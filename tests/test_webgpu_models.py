@@ -10,7 +10,13 @@ import headwise.webgpu  # noqa: F401  registers the device
 
 DEVICE = "webgpu"
 IDS = torch.randint(1, 198, (3, 24), generator=torch.Generator().manual_seed(0))
-_SMALL = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SMALL = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 MODELS = {
@@ -37,7 +43,9 @@ def _trained(make, device, dtype, steps):
     return model.eval(), torch.tensor(losses, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("llama", "gpt2") else pytest.mark.slow) for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("llama", "gpt2") else pytest.mark.slow) for n in MODELS]
+)
 def test_a_model_trains_and_generates_as_on_the_cpu_webgpu(name):
     """The losses of ten steps may differ from float64's by twice what the CPU's do, and by sixteen roundings."""
     _, truth = _trained(MODELS[name], "cpu", torch.float64, 10)
@@ -49,7 +57,11 @@ def test_a_model_trains_and_generates_as_on_the_cpu_webgpu(name):
     steps = torch.arange(1, 11)
     assert ((losses - truth).abs() <= 2 * (on_cpu - truth).abs() + band * steps).all(), (losses - truth, on_cpu - truth)
     if name != "bert":
-        wanted = plain.generate(IDS[:2, :5], attention_mask=torch.ones(2, 5), max_new_tokens=8, do_sample=False, pad_token_id=0)
+        wanted = plain.generate(
+            IDS[:2, :5], attention_mask=torch.ones(2, 5), max_new_tokens=8, do_sample=False, pad_token_id=0
+        )
         ids = IDS[:2, :5].to(DEVICE)
-        found = model.generate(ids, attention_mask=torch.ones(2, 5, device=DEVICE), max_new_tokens=8, do_sample=False, pad_token_id=0)
+        found = model.generate(
+            ids, attention_mask=torch.ones(2, 5, device=DEVICE), max_new_tokens=8, do_sample=False, pad_token_id=0
+        )
         assert found.tolist() == wanted.tolist()

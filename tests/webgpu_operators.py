@@ -28,7 +28,19 @@ _NOT_COMPARED = {
 # What the CPU alone does: its batch norm in inference leaves out statistics that nobody reads, and split points come from there.
 _OF_THE_CPU = {"native_batch_norm", "_native_batch_norm_legit", "tensor_split"}
 # Linear algebra, transforms and sparse tensors: nothing of a transformer; all of it refuses.
-_ELSEWHERE = ("linalg.", "sparse.", "fft", "special.", "to_sparse", "stft", "istft", "nn.functional.conv_trans", "svd", "cholesky", "torch.ops")
+_ELSEWHERE = (
+    "linalg.",
+    "sparse.",
+    "fft",
+    "special.",
+    "to_sparse",
+    "stft",
+    "istft",
+    "nn.functional.conv_trans",
+    "svd",
+    "cholesky",
+    "torch.ops",
+)
 _AND_YET = ("linalg.vector_norm",)
 
 
@@ -48,7 +60,11 @@ def operators() -> Iterator[Any]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     for op in op_db:
-        if torch.float32 not in op.dtypes or op.name in _NOT_COMPARED | _OF_THE_CPU or op.variant_test_name == "triton_optimized":
+        if (
+            torch.float32 not in op.dtypes
+            or op.name in _NOT_COMPARED | _OF_THE_CPU
+            or op.variant_test_name == "triton_optimized"
+        ):
             continue
         if op.name in _AND_YET or not op.name.startswith(_ELSEWHERE):
             yield op
@@ -113,7 +129,10 @@ def _gradients(op: Any, call: Any, device: str, dtype: torch.dtype | None) -> li
     value, args, kwargs = moved = _moved(call, device, dtype)
     leaves = [x.requires_grad_() for x in _floats(moved)]
     results = [y for y in tree_leaves(op.op(value, *args, **kwargs)) if isinstance(y, torch.Tensor) and y.requires_grad]
-    weights = [torch.arange(1.0, y.numel() + 1, dtype=torch.float64).sin().to(y.dtype).view(y.shape).to(device) for y in results]
+    weights = [
+        torch.arange(1.0, y.numel() + 1, dtype=torch.float64).sin().to(y.dtype).view(y.shape).to(device)
+        for y in results
+    ]
     found = torch.autograd.grad(results, leaves, weights, allow_unused=True) if results else []
     return [g.detach() for g in found if g is not None]
 

@@ -177,12 +177,14 @@ def _raised_after_backward(func: Any, args: Any, kwargs: Any, error: BaseExcepti
         raise error
 
     try:
-        kwargs = {name: torch.device("meta") if isinstance(x, torch.device) else to_meta(x) for name, x in kwargs.items()}
+        kwargs = {
+            name: torch.device("meta") if isinstance(x, torch.device) else to_meta(x) for name, x in kwargs.items()
+        }
         results = to_nan(func(*to_meta(args), **kwargs))
     except Exception:  # what PyTorch itself cannot tell the shapes of
-        likes = [x for x in args if isinstance(x, Tensor)]
-        results = tuple(to_nan(like) for like, _ in zip(likes, func._schema.returns, strict=False))
-        results = results if len(func._schema.returns) > 1 else results[0]
+        likes = sorted((x for x in args if isinstance(x, Tensor)), key=lambda x: -x.numel())
+        results = tuple(to_nan(likes[0]) for _ in func._schema.returns)
+        results = results if len(results) > 1 else results[0]
     torch.autograd.Variable._execution_engine.queue_callback(raise_it)  # type: ignore[attr-defined]
     return results
 

@@ -105,7 +105,8 @@ def render(name: str, dialect: str = NAGA, native_half: bool = False, **variant:
 def _library() -> dict[str, str]:
     """The functions of ``functions.wgsl`` by name."""
     found: dict[str, str] = {}
-    name, lines = "", []
+    name = ""
+    lines: list[str] = []
     for line in (FOLDER / "functions.wgsl").read_text(encoding="utf-8").splitlines():
         head = _FUNCTION.match(line)
         if head is not None:

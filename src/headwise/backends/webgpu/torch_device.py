@@ -90,7 +90,8 @@ def _register() -> torch.device:
         return torch.device(NAME, 0)
     if taken != "privateuseone":
         raise ImportError(
-            f"headwise: PyTorch has room for one device type from outside, and {taken!r} has it; WebGPU needs a process of its own"
+            f"headwise: PyTorch has room for one device type from outside, and {taken!r} has it; "
+            "WebGPU needs a process of its own"
         )
     _setup_privateuseone_for_python_backend(NAME, _Module())
     return torch.device(NAME, 0)
@@ -145,13 +146,23 @@ def _late(name: str) -> Any:
 
 
 # Not made from `empty` and an operator with out=, which would have to change the size of a tensor.
-_WHOLE = ("arange", "arange.start", "arange.start_step", "linspace", "eye", "eye.m", "randperm", "tril_indices", "triu_indices")
+_WHOLE = (
+    "arange",
+    "arange.start",
+    "arange.start_step",
+    "linspace",
+    "eye",
+    "eye.m",
+    "randperm",
+    "tril_indices",
+    "triu_indices",
+)
 
 
 def _autocast(name: str, lower: bool) -> None:
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _AUTOCAST_KEY))
 
     def cast(x: Any, dtype: torch.dtype) -> Any:
         if isinstance(x, (list, tuple)):

@@ -79,7 +79,9 @@ def _whole(x: Array, indices: Sequence[Any]) -> list[Any]:
             here = index._read() if isinstance(index, Array) else index
             at = len(made)
             if tuple(here.shape) != tuple(x.shape[at : at + here.dim()]):
-                raise IndexError(f"The shape of the mask {list(here.shape)} at index {at} does not match the shape of the indexed tensor {list(x.shape)}")
+                raise IndexError(
+                    f"The shape of the mask {list(here.shape)} at index {at} does not match the shape of the indexed tensor {list(x.shape)}"
+                )
             made += [array(part) for part in here.nonzero(as_tuple=True)]
         else:
             made.append(array(index))
@@ -137,28 +139,45 @@ def _number(like: Array, value: Any) -> Array:
     return cast(Array, torch.full((1,), value, dtype=like.dtype, device=like.device))
 
 
-_OPS = {None: "set", "add": "add", "sum": "add", "multiply": "mul", "prod": "mul", "amax": "max", "amin": "min", "mean": "mean"}
+_OPS = {
+    None: "set",
+    "add": "add",
+    "sum": "add",
+    "multiply": "mul",
+    "prod": "mul",
+    "amax": "max",
+    "amin": "min",
+    "mean": "mean",
+}
 
 
-def _scatter(x: Array, dim: int, index: Array, source: Any, *, reduce: str | None = None, include_self: bool = True) -> Any:
+def _scatter(
+    x: Array, dim: int, index: Array, source: Any, *, reduce: str | None = None, include_self: bool = True
+) -> Any:
     if index.numel() == 0:
         return x.clone()
     if x.dim() == 0:
         flat = source.view(1) if isinstance(source, Array) else source
-        return _scatter(cast(Array, x.view(1)), 0, cast(Array, index.view(1)), flat, reduce=reduce, include_self=include_self).view(())
+        return _scatter(
+            cast(Array, x.view(1)), 0, cast(Array, index.view(1)), flat, reduce=reduce, include_self=include_self
+        ).view(())
     dim %= x.dim()
     part: Any = x
     for d in range(x.dim()):
         if d != dim:
             if index.shape[d] > x.shape[d]:
-                raise RuntimeError(f"Expected index {list(index.shape)} to be no larger than self {list(x.shape)} apart from dimension {dim}")
+                raise RuntimeError(
+                    f"Expected index {list(index.shape)} to be no larger than self {list(x.shape)} apart from dimension {dim}"
+                )
             part = part.narrow(d, 0, index.shape[d])
     outer, inner = math.prod(index.shape[:dim]), math.prod(index.shape[dim + 1 :])
     length = index.shape[dim]
     along = (length * inner, inner, 1)
     if isinstance(source, Array):
         if source.dtype != x.dtype:
-            raise RuntimeError(f"scatter(): Expected self.dtype to be equal to src.dtype, but got {x.dtype} and {source.dtype}")
+            raise RuntimeError(
+                f"scatter(): Expected self.dtype to be equal to src.dtype, but got {x.dtype} and {source.dtype}"
+            )
         for d in range(x.dim()):
             source = source.narrow(d, 0, index.shape[d])
         source_steps = along
@@ -244,7 +263,9 @@ def _index_put(x: Array, indices: Sequence[Any], values: Array, accumulate: bool
     if accumulate:
         made = _along(cast(Array, rows), 0, flat, cast(Array, source), "add")
     else:
-        made = replayed(_scattered, [rows, flat, source], (1, size, inner, length), "set", True, (0, 1, 0), (0, inner, 1))
+        made = replayed(
+            _scattered, [rows, flat, source], (1, size, inner, length), "set", True, (0, 1, 0), (0, inner, 1)
+        )
     back = [order.index(d) for d in range(x.dim())]
     return made.view([x.shape[d] for d in order]).permute(back)
 

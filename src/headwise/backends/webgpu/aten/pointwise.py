@@ -46,7 +46,9 @@ class Pointwise:
                 for name, value in kwargs.items():
                     given[self.places[name]] = value
                 args = tuple(given)
-        arrays, numbers, form = [], [], []
+        arrays: list[Any] = []
+        numbers: list[Any] = []
+        form: list[Any] = []
         for x in args:
             kind = type(x)
             if kind is Array:
@@ -65,13 +67,16 @@ class Pointwise:
                     form.append(None)
                 else:
                     raise RuntimeError(
-                        f"headwise: {self.name} was given a tensor on {x.device} beside one on webgpu; bring them together with .to()"
+                        f"headwise: {self.name} was given a tensor on {x.device} beside one on webgpu; "
+                        "bring them together with .to()"
                     )
             else:
                 form.append((x,))
         constants = self.rule.constants
         if constants:
-            form += [args[self.places[c]] for c in constants if c in self.places and type(args[self.places[c]]) in _NUMBERS]
+            form += [
+                args[self.places[c]] for c in constants if c in self.places and type(args[self.places[c]]) in _NUMBERS
+            ]
         if "alpha" in self.places and args[self.places["alpha"]] == 1:
             form.append("plain")
         twins: tuple[Any, ...] = ()
@@ -159,7 +164,7 @@ class _Plan:
         self.kind = elementwise.kind_of(common)
         if rule.floats:
             self.kind = "f"
-        elif "b" == self.kind and "b" not in rule.of:
+        elif self.kind == "b" and "b" not in rule.of:
             self.kind = "i"
         if self.kind not in rule.of:
             raise NotImplementedError(f"headwise: {op.name} of {common} is not there on WebGPU; use x.cpu()")
@@ -226,7 +231,9 @@ def _with_out(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, out: Any, **kwargs: Any) -> Any:
         made = function(*args, **kwargs)
         if tuple(out.shape) != tuple(made.shape):
-            raise NotImplementedError(f"headwise: out= of shape {tuple(out.shape)} for a result of {tuple(made.shape)} on WebGPU")
+            raise NotImplementedError(
+                f"headwise: out= of shape {tuple(out.shape)} for a result of {tuple(made.shape)} on WebGPU"
+            )
         return out.copy_(made)
 
     return run
@@ -244,7 +251,9 @@ def _register() -> None:
                 if any(a.is_out for a in func._schema.arguments) or returns != ["Tensor"] or overload == "decimals":
                     continue
                 OPERATORS[func] = Pointwise(func, rule)
-                out = getattr(packet, "out" if overload == "default" else f"{overload}_out", None) or getattr(packet, "out", None)
+                out = getattr(packet, "out" if overload == "default" else f"{overload}_out", None) or getattr(
+                    packet, "out", None
+                )
                 if out is not None and not suffix:
                     OPERATORS.setdefault(out, _with_out(OPERATORS[func]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._C import DispatchKey
@@ -16,7 +16,7 @@ from headwise.backends.webgpu.torch_device import DEVICE
 
 class _Fallback:
     allowed = False
-    copies: Counter[str] = Counter()
+    copies: ClassVar[Counter[str]] = Counter()
 
 
 def fallback(allowed: bool = True) -> None:

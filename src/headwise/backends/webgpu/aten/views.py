@@ -120,12 +120,13 @@ def _diagonal_scatter(x: Array, source: Array, offset: int = 0, dim1: int = 0, d
     return made  # type: ignore[no-any-return]
 
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _as_strided = _view(aten.as_strided.default)
 
 OPERATORS |= {
     aten.as_strided_.default: _as_strided_in_place,
     aten.diagonal_scatter.default: _diagonal_scatter,
-    **{func: _view(func) for func in _VIEWS if not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)},
+    **{func: _view(func) for func in _VIEWS if not func.has_kernel_for_dispatch_key(_COMPOSITE)},
     aten.detach.default: _detach,
     aten.view.dtype: _view_dtype,
 }  # fmt: skip
