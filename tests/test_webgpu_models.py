@@ -21,9 +21,11 @@ _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 MODELS = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_SMALL, num_key_value_heads=2)),
-    "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=200, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=199, **_NO_DROPOUT)),
+    "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(
+        vocab_size=200, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=199, **_NO_DROPOUT)),
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**_SMALL, num_key_value_heads=2, head_dim=16)),
-    "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**_SMALL, num_key_value_heads=2, head_dim=16, sliding_window=8)),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(
+        tf.Gemma3TextConfig(**_SMALL, num_key_value_heads=2, head_dim=16, sliding_window=8)),
     "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**_SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
 }  # fmt: skip
 

@@ -19,13 +19,35 @@ _MORE = 1 << 12  # elements of the largest tensor of a sample: software computes
 
 # Random numbers differ from the CPU's by right, and uninitialised memory has no value.
 _NOT_COMPARED = {
-    "bernoulli", "cauchy", "empty", "empty_like", "empty_permuted", "empty_strided", "exponential", "geometric", "log_normal",
-    "multinomial", "new_empty", "new_empty_strided", "nn.functional.alpha_dropout", "nn.functional.dropout",
-    "nn.functional.dropout2d", "nn.functional.dropout3d", "nn.functional.feature_alpha_dropout",
-    "nn.functional.multi_head_attention_forward", "nn.functional.rrelu", "normal", "rand_like", "randint", "randint_like", "randn",
-    "randn_like", "randperm", "uniform",
-}  # fmt: skip
-# What the CPU alone does: its batch norm in inference leaves out statistics that nobody reads, and split points come from there.
+    "bernoulli",
+    "cauchy",
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "exponential",
+    "geometric",
+    "log_normal",
+    "multinomial",
+    "new_empty",
+    "new_empty_strided",
+    "nn.functional.alpha_dropout",
+    "nn.functional.dropout",
+    "nn.functional.dropout2d",
+    "nn.functional.dropout3d",
+    "nn.functional.feature_alpha_dropout",
+    "nn.functional.multi_head_attention_forward",
+    "nn.functional.rrelu",
+    "normal",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "uniform",
+}
+# What the CPU alone does: its batch norm in inference leaves out statistics that nobody reads; split points come from there.
 _OF_THE_CPU = {"native_batch_norm", "_native_batch_norm_legit", "tensor_split"}
 # Linear algebra, transforms and sparse tensors: nothing of a transformer; all of it refuses.
 _ELSEWHERE = (
@@ -130,7 +152,7 @@ def _gradients(op: Any, call: Any, device: str, dtype: torch.dtype | None) -> li
     leaves = [x.requires_grad_() for x in _floats(moved)]
     results = [y for y in tree_leaves(op.op(value, *args, **kwargs)) if isinstance(y, torch.Tensor) and y.requires_grad]
     weights = [
-        torch.arange(1.0, y.numel() + 1, dtype=torch.float64).sin().to(y.dtype).view(y.shape).to(device)
+        torch.arange(1.0, y.numel() + 1, dtype=torch.float64).sin().to(y.dtype).view(y.shape).to(y.device)
         for y in results
     ]
     found = torch.autograd.grad(results, leaves, weights, allow_unused=True) if results else []

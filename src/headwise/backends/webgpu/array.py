@@ -1,7 +1,8 @@
 """Tensors that live on the GPU.
 
-An `Array` is a `torch.Tensor` of the device "webgpu": it has shape, strides, dtype and a place in autograd, and its elements are
-in a GPU buffer. Headwise ops take and return arrays, and so do PyTorch's own operators as far as `aten` has them; others raise.
+An `Array` is a `torch.Tensor` of the device "webgpu": it has shape, strides, dtype and a place in autograd, and its elements
+are in a GPU buffer. Headwise ops take and return arrays, and so do PyTorch's own operators as far as `aten` has them; others
+raise.
 ``x.cpu()`` and ``x.torch()`` copy the elements back.
 """
 
@@ -96,8 +97,8 @@ class Array(Tensor):
             return torch._utils._rebuild_parameter, (data, self.requires_grad, OrderedDict())
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, of_cpu
 
-    # What makes `Module.to` exchange a parameter in its place, so that tied weights stay tied and optimizers know them. There
-    # are no tensors within.
+    # What makes `Module.to` exchange a parameter in its place, so that tied weights stay tied and optimizers know them.
+    # There are no tensors within.
     def __tensor_flatten__(self) -> Any:
         return [], None
 
@@ -157,8 +158,8 @@ def _missing(func: Any) -> Callable[..., Any]:
 def _raised_after_backward(func: Any, args: Any, kwargs: Any, error: BaseException) -> Any:
     """NaN in place of the results, and the error at the end of the backward pass.
 
-    An error that leaves an operator within a backward pass ends the process: on the way PyTorch calls the device's guard, which
-    is Python, while the error is set, and may not raise there (seen in 2.13).
+    An error that leaves an operator within a backward pass ends the process: on the way PyTorch calls the device's guard,
+    which is Python, while the error is set, and may not raise there (seen in 2.13).
     """
 
     def to_meta(x: Any) -> Any:

@@ -73,8 +73,8 @@ class Kernel:
     buffers: tuple[Buffer, ...]
     _struct: struct.Struct
     _padding: bytes = field(repr=False)
-    # The first fields of its parameters: numbers of a call that its record does not know, `scalar0` … They change from call to
-    # call (a learning rate, a seed), and a record of every value would be kept otherwise.
+    # The first fields of its parameters: numbers of a call that its record does not know, `scalar0` … They change from call
+    # to call (a learning rate, a seed), and a record of every value would be kept otherwise.
     scalars: int = 0
 
     def pack(self, parameters: Sequence[float], starts: Sequence[int]) -> bytes:

@@ -107,8 +107,8 @@ _others = torch.library.Library("_", "IMPL")
 def backward_in_this_thread() -> None:
     """Let autograd run the backward passes of this thread in it.
 
-    PyTorch would use a thread of its own for this device; here nothing waits for another thread, and what belongs to this one
-    (a forced backend, a profiler) holds for the backward pass as well.
+    PyTorch would use a thread of its own for this device; here nothing waits for another thread, and what belongs to this
+    one (a forced backend, a profiler) holds for the backward pass as well.
     """
     torch._C._set_multithreading_enabled(False)
 

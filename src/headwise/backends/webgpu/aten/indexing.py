@@ -27,7 +27,7 @@ _MISSING = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x
 
 
 def _gathered(device: Device, x: Region, *given: Any) -> Region:
-    """given: the indices, and then the shape of the result, the step in x of each of its dims, and (size, step) of each index."""
+    """given: the indices, the shape of the result, the step in x of each of its dims, and (size, step) of each index."""
     *indices, shape, steps, moves = given
     y = device.empty(shape, x.dtype)
     if y.numel == 0:
@@ -80,7 +80,8 @@ def _whole(x: Array, indices: Sequence[Any]) -> list[Any]:
             at = len(made)
             if tuple(here.shape) != tuple(x.shape[at : at + here.dim()]):
                 raise IndexError(
-                    f"The shape of the mask {list(here.shape)} at index {at} does not match the shape of the indexed tensor {list(x.shape)}"
+                    f"The shape of the mask {list(here.shape)} at index {at} does not match "
+                    f"the shape of the indexed tensor {list(x.shape)}"
                 )
             made += [array(part) for part in here.nonzero(as_tuple=True)]
         else:
@@ -89,7 +90,7 @@ def _whole(x: Array, indices: Sequence[Any]) -> list[Any]:
 
 
 def _indexed_shape(x: Any, indices: Sequence[Any]) -> tuple[tuple[int, ...], int, list[int], tuple[int, ...]]:
-    """Of x[…]: its shape, where the dims of the indices are in it, the dims that are indexed, and the indices' common shape."""
+    """Of x[…]: its shape, where the dims of the indices are in it, the dims that are indexed, the indices' common shape."""
     dims = [d for d, index in enumerate(indices) if index is not None]
     common = tuple(torch.broadcast_shapes(*[tuple(indices[d].shape) for d in dims]))
     together = dims == list(range(dims[0], dims[-1] + 1))
@@ -127,8 +128,8 @@ def _scattered(
         return y
     x, keys, source = (copies.contiguous(device, r) for r in (x, keys, source))
     kernel = device.kernel(
-        "scatter", dtype=elementwise.name_of(x.dtype), kind=elementwise.kind_of(x.dtype), keys=elementwise.name_of(keys.dtype),
-        op=op, own=own,
+        "scatter", dtype=elementwise.name_of(x.dtype), kind=elementwise.kind_of(x.dtype),
+        keys=elementwise.name_of(keys.dtype), op=op, own=own,
     )  # fmt: skip
     parameters = (y.numel, size, inner, length, *key_steps, *source_steps)
     device.run(kernel, -(-y.numel // 1024), parameters, x=x, keys=keys, source=source, y=y)
@@ -167,7 +168,8 @@ def _scatter(
         if d != dim:
             if index.shape[d] > x.shape[d]:
                 raise RuntimeError(
-                    f"Expected index {list(index.shape)} to be no larger than self {list(x.shape)} apart from dimension {dim}"
+                    f"Expected index {list(index.shape)} to be no larger than self "
+                    f"{list(x.shape)} apart from dimension {dim}"
                 )
             part = part.narrow(d, 0, index.shape[d])
     outer, inner = math.prod(index.shape[:dim]), math.prod(index.shape[dim + 1 :])

@@ -22,6 +22,7 @@ aten = torch.ops.aten
 _RENAMED = {"self": "x", "input": "x", "min": "least", "max": "most"}
 _FORMATS = {"f": "f", "i": "i", "l": "q", "b": "i"}
 _NUMBERS = (int, float, bool)
+_MOST_KEPT = 4096
 _IN_FLOATS = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
 
 
@@ -90,20 +91,18 @@ class Pointwise:
         if numbers:
             formats = self.scalar_formats.get((shape[1], *[x._layout for x in arrays]))
             if formats is None:
-                formats = self._formats(arrays, args)
+                formats = self._formats(arrays, shape[1])
                 self.scalar_formats[shape[1], *[x._layout for x in arrays]] = formats
             if formats:
                 scalars = packed(formats, numbers)
         made = replayed(_launch, arrays, shape, twins, scalars=scalars)
         return args[0] if self.in_place else made
 
-    def _formats(self, arrays: Sequence[Array], args: Sequence[Any]) -> str:
-        plan = _Plan(self, [x._region for x in arrays], tuple([_form(x) for x in args]))
+    def _formats(self, arrays: Sequence[Array], form: tuple[Any, ...]) -> str:
+        if len(self.scalar_formats) >= _MOST_KEPT:
+            self.scalar_formats.clear()
+        plan = _Plan(self, [x._region for x in arrays], form)
         return "".join(_FORMATS[kind] for kind in plan.scalars)
-
-
-def _form(x: Any) -> Any:
-    return None if isinstance(x, torch.Tensor) else type(x) if type(x) in _NUMBERS else (x,)
 
 
 def packed(formats: str, numbers: Sequence[Any]) -> bytes:

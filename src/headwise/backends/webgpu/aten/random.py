@@ -1,7 +1,7 @@
 """Random numbers on the GPU: Philox (``wgsl/random.wgsl``). The same seed gives the same numbers on every GPU.
 
-The stream has a seed and counts its calls. A generator of PyTorch's (on the CPU) gives the seed of the calls it is passed to:
-there are none on this device, as PyTorch lets no Python code make one.
+The stream has a seed and counts its calls. A generator of PyTorch's (on the CPU) gives the seed of the calls it is passed
+to: there are none on this device, as PyTorch lets no Python code make one.
 """
 
 from __future__ import annotations

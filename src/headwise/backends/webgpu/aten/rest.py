@@ -42,8 +42,8 @@ def missing(func: Any) -> Callable[..., Any]:
     if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
         OPERATORS[func] = func.decompose
         return OPERATORS[func]
-    # PyTorch's decompositions of its operators; its kernels that call others; and its reference implementations, which mostly
-    # end in primitives of the tracer.
+    # PyTorch's decompositions of its operators; its kernels that call others; and its reference implementations, which
+    # mostly end in primitives of the tracer.
     found = torch._decomp.decomposition_table.get(func) if name not in _REFUSED else None
     of_operators = found is not None and inspect.unwrap(found).__module__ == "torch._decomp.decompositions"
     calls_others = func.namespace == "aten" and name not in _REFUSED

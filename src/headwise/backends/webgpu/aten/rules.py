@@ -1,7 +1,7 @@
 """What PyTorch's pointwise operators compute, as WGSL expressions of their arguments.
 
-An expression names the arguments as the schema does (``self`` as ``x``); numbers become parameters of the kernel. There is one
-for each kind of number that an operator takes: "f" floats, "i" whole numbers of up to 32 bits, "l" of 64, "b" bool.
+An expression names the arguments as the schema does (``self`` as ``x``); numbers become parameters of the kernel. There is
+one for each kind of number that an operator takes: "f" floats, "i" whole numbers of up to 32 bits, "l" of 64, "b" bool.
 """
 
 from __future__ import annotations
@@ -192,7 +192,9 @@ RULES: dict[str, Rule] = {
     "xlogy": _float("select(select(x * log_of(other), 0.0, x == 0.0), other, is_nan(other))"),
     "eq": _compare("=="), "ne": _compare("!="), "lt": _compare("<"),
     "le": _compare("<="), "gt": _compare(">"), "ge": _compare(">="),
-    **{f"bitwise_{name}": Rule(dict.fromkeys("il", f"x {sign} other") | {"b": f"x {sign} other" if sign != "^" else "x != other"})
+    **{f"bitwise_{name}": Rule({
+        "i": f"x {sign} other", "l": f"x {sign} other", "b": f"x {'!=' if sign == '^' else sign} other",
+    })
        for name, sign in _BITS.items()},
     **{f"logical_{name}": Rule({
         "f": f"(x != 0.0) {sign} (other != 0.0)", "i": f"(x != 0) {sign} (other != 0)",
