@@ -186,7 +186,7 @@ def _raised_after_backward(func: Any, args: Any, kwargs: Any, error: BaseExcepti
         likes = sorted((x for x in args if isinstance(x, Tensor)), key=lambda x: -x.numel())
         results = tuple(to_nan(likes[0]) for _ in func._schema.returns)
         results = results if len(results) > 1 else results[0]
-    torch.autograd.Variable._execution_engine.queue_callback(raise_it)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(raise_it)
     return results
 
 

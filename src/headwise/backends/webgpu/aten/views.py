@@ -117,7 +117,7 @@ def _as_strided_in_place(x: Array, *args: Any) -> Array:
 def _diagonal_scatter(x: Array, source: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
     made: Any = x.clone()
     made.diagonal(offset, dim1, dim2).copy_(source)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
