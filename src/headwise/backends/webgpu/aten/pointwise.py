@@ -50,9 +50,12 @@ class Pointwise:
         arrays: list[Any] = []
         numbers: list[Any] = []
         form: list[Any] = []
-        for x in args:
+        alpha = self.places.get("alpha")
+        for place, x in enumerate(args):
             kind = type(x)
-            if kind is Array:
+            if place == alpha and x == 1:
+                form.append((1,))  # no number of the call: most calls leave it out
+            elif kind is Array:
                 arrays.append(x)
                 form.append(None)
             elif kind is float or kind is int or kind is bool:
@@ -78,8 +81,6 @@ class Pointwise:
             form += [
                 args[self.places[c]] for c in constants if c in self.places and type(args[self.places[c]]) in _NUMBERS
             ]
-        if "alpha" in self.places and args[self.places["alpha"]] == 1:
-            form.append("plain")
         twins: tuple[Any, ...] = ()
         if self.in_place:
             if type(args[0]) is not Array:
@@ -150,7 +151,7 @@ class _Plan:
         for name in rule.constants:
             if name in op.places and type(form[op.places[name]]) is type and extra:
                 call[op.places[name]] = given[name] = extra.pop(0)
-        given["alpha"] = 1 if "plain" in extra else given.get("alpha", 2)
+        given.setdefault("alpha", 2)
         positional = [v for v, a in zip(call, op.func._schema.arguments, strict=True) if not a.kwarg_only]
         keywords = {a.name: v for v, a in zip(call, op.func._schema.arguments, strict=True) if a.kwarg_only}
         made = op.func(*positional, **keywords)
