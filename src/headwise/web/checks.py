@@ -83,11 +83,13 @@ ARRAYS = Suite(
     cases=(),
     make=lambda maker, shape: {"a": maker.normal(*shape), "b": maker.normal(*shape)},
     run=_sum_join_copy,
-    reference=lambda arguments: {
-        "sum": arguments["a"] + arguments["b"],
-        "copy": arguments["a"],
-    }
-    | _operators(arguments["a"], arguments["b"]),
+    reference=lambda arguments: (
+        {
+            "sum": arguments["a"] + arguments["b"],
+            "copy": arguments["a"],
+        }
+        | _operators(arguments["a"], arguments["b"])
+    ),
 )
 
 # Kernels of attention are long, and a browser without a GPU takes a second or two for each: cases share them where they
