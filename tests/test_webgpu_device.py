@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -399,3 +401,23 @@ def test_headwise_ops_and_modules_run_there():
 
     torch.manual_seed(0)
     held(step, torch.randn(2, 37, 64), torch.randn(64))
+
+
+def test_beside_another_accelerator_nothing_is_registered():
+    """A registered device would be the accelerator of the process, and backward passes on CUDA would fail."""
+    program = """
+import torch
+torch.cuda.is_available = lambda: True
+import headwise as hw
+from headwise import webgpu
+assert torch._C._get_privateuse1_backend_name() == "privateuseone"
+weight = torch.nn.Parameter(torch.randn(5, 8))
+x = webgpu.array(weight)
+a, b, c = (hw.softmax(x) * 2).split(3, -1)
+((a.cpu() ** 2).sum() + c.to("cpu").sum()).backward()
+found, weight.grad = weight.grad, None
+a, b, c = (torch.softmax(weight, -1) * 2).split(3, -1)
+((a ** 2).sum() + c.sum()).backward()
+torch.testing.assert_close(found, weight.grad)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -19,7 +19,6 @@ _QUICK = {
     "clamp",
     "cos",
     "cumsum",
-    "div",
     "eq",
     "exp",
     "expand",
@@ -34,7 +33,6 @@ _QUICK = {
     "masked_fill",
     "masked_scatter",
     "matmul",
-    "max",
     "mean",
     "mul",
     "native_layer_norm",
@@ -43,7 +41,6 @@ _QUICK = {
     "nn.functional.embedding",
     "nn.functional.gelu",
     "nn.functional.linear",
-    "nn.functional.pad",
     "nn.functional.scaled_dot_product_attention",
     "nn.functional.silu",
     "norm",
@@ -74,7 +71,7 @@ _PASSES, _GRADIENTS = 380, 200
 
 def test_the_operators_of_a_transformer_are_right_on_webgpu():
     rows = [row(op) for op in operators() if op.name in _QUICK and not op.variant_test_name]
-    assert len(rows) == len(_QUICK)
+    assert {r.name for r in rows} == _QUICK
     assert {r.name: r.wrong for r in rows if r.wrong} == {}
     assert {r.name for r in rows if r.verdict != "passes"} == set()
 

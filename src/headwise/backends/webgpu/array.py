@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headwise.backends.webgpu import runtime
 from headwise.backends.webgpu.storage import Layout, Region, Storage
-from headwise.backends.webgpu.torch_device import DEVICE, NAME, backward_in_this_thread
+from headwise.backends.webgpu.torch_device import DEVICE, NAME, REGISTERED, backward_in_this_thread
 
 OPERATORS: dict[Any, Callable[..., Any]] = {}  # PyTorch operators that arrays support; `aten` fills it
 _make_wrapper = Tensor._make_wrapper_subclass
@@ -56,7 +56,19 @@ class Array(Tensor):
 
     def torch(self) -> Tensor:
         """A copy on the CPU, differentiable. Waits for the GPU."""
-        return self.to("cpu")
+        if not REGISTERED and self.requires_grad and torch.is_grad_enabled():
+            return _Readback.apply(self)
+        return self.to("cpu") if REGISTERED else self._read()
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.torch()
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        target = kwargs.get("device", args[0] if args else None)
+        if not REGISTERED and isinstance(target, (str, torch.device)) and torch.device(target).type == "cpu":
+            rest = {name: value for name, value in kwargs.items() if name != "device"}
+            return self.torch().to(*args[1:], **rest)
+        return super().to(*args, **kwargs)
 
     def _read(self) -> Tensor:
         device = self._usable()
@@ -206,7 +218,7 @@ def array(tensor: Tensor | Any) -> Array:
     if tensor.device.type != "cpu":
         raise ValueError(f"array: the tensor is on {tensor.device}; it needs to be on cpu to go to WebGPU")
     if tensor.requires_grad and torch.is_grad_enabled():
-        return tensor.to(DEVICE)  # type: ignore[return-value]
+        return tensor.to(DEVICE) if REGISTERED else _Upload.apply(tensor)  # type: ignore[return-value]
     return uploaded(tensor)
 
 
@@ -216,3 +228,27 @@ def uploaded(tensor: Tensor) -> Array:
     device = runtime.device()
     with device.in_use():
         return Array(device.upload(tensor), device)
+
+
+class _Readback(torch.autograd.Function):
+    """Array to CPU tensor; the gradient is uploaded. Where PyTorch does not know the device."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Array) -> Tensor:
+        return x._read()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Array:
+        return uploaded(grad)
+
+
+class _Upload(torch.autograd.Function):
+    """CPU tensor to array; the gradient is read back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Array:
+        return uploaded(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Array) -> Tensor:
+        return grad._read()

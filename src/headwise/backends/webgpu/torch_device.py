@@ -82,7 +82,18 @@ class _Module:
         return [torch.float16, torch.bfloat16]
 
 
+def _other_accelerator() -> bool:
+    """Is there a GPU that PyTorch itself knows?
+
+    A registered device becomes the accelerator of the process, and backward passes on CUDA then fail (seen with PyTorch 2.11). So
+    nothing is registered there: arrays are tensors of no device of PyTorch's, made by `headwise.webgpu.array`.
+    """
+    return torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available()
+
+
 def _register() -> torch.device:
+    if _other_accelerator():
+        return torch.device("meta")
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     taken = torch._C._get_privateuse1_backend_name()
@@ -98,6 +109,7 @@ def _register() -> torch.device:
 
 
 DEVICE = _register()
+REGISTERED = DEVICE.type == NAME
 # Kept: what is registered goes when these go.
 _factories = torch.library.Library("aten", "IMPL")
 _casts = torch.library.Library("aten", "IMPL")
@@ -110,7 +122,8 @@ def backward_in_this_thread() -> None:
     PyTorch would use a thread of its own for this device; here nothing waits for another thread, and what belongs to this
     one (a forced backend, a profiler) holds for the backward pass as well.
     """
-    torch._C._set_multithreading_enabled(False)
+    if REGISTERED:
+        torch._C._set_multithreading_enabled(False)
 
 
 def _empty(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
@@ -192,4 +205,5 @@ def _register_operators() -> None:
         _autocast(name, lower=False)
 
 
-_register_operators()
+if REGISTERED:
+    _register_operators()

@@ -211,7 +211,15 @@ def _item(x: Array) -> Any:
 
 def _cat(tensors: Any, dim: int = 0) -> Array:
     # Tensors of shape (0,) are left out, whatever the others' shapes are.
-    given = [array(x.detach()) if not isinstance(x, Array) else x for x in tensors]
+    # Autograd passes zeros for a part that nothing depends on; they are on meta where PyTorch does not know the device.
+    given = [
+        x
+        if isinstance(x, Array)
+        else cast(Array, _zero_in_place(empty(tuple(x.shape), x.dtype)))
+        if x.is_meta
+        else array(x.detach())
+        for x in tensors
+    ]
     kept = [x for x in given if tuple(x.shape) != (0,)]
     if not kept:
         return _clone(given[0])
