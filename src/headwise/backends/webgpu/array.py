@@ -103,6 +103,8 @@ class Array(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """The elements are saved from the CPU, and loaded to this device again. What shared memory is apart then."""
+        if not REGISTERED:
+            raise TypeError("an array on a GPU that PyTorch does not know cannot be saved or sent; save x.torch()")
         of_cpu = (self.detach()._read(), self.dtype, NAME, self.requires_grad and self.is_leaf)  # type: ignore[attr-defined]
         if _is_parameter(self):
             data = self.detach()

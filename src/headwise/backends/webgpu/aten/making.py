@@ -215,7 +215,7 @@ def _cat(tensors: Any, dim: int = 0) -> Array:
     given = [
         x
         if isinstance(x, Array)
-        else cast(Array, _zero_in_place(empty(tuple(x.shape), x.dtype)))
+        else _zero_in_place(empty(tuple(x.shape), x.dtype))
         if x.is_meta
         else array(x.detach())
         for x in tensors
