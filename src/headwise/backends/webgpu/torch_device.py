@@ -85,8 +85,8 @@ class _Module:
 def _other_accelerator() -> bool:
     """Is there a GPU that PyTorch itself knows?
 
-    A registered device becomes the accelerator of the process, and backward passes on CUDA then fail (seen with
-    PyTorch 2.11). So nothing is registered there: arrays are tensors of no device of PyTorch's, made by `headwise.webgpu.array`.
+    A registered device becomes the accelerator of the process, and backward passes on CUDA then fail (seen with PyTorch
+    2.11). So nothing is registered there: arrays are tensors of no device of PyTorch's, made by `headwise.webgpu.array`.
     """
     return torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available()
 
