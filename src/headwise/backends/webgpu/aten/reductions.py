@@ -234,7 +234,18 @@ def _equal(a: Array, b: Array) -> bool:
     return a.shape == b.shape and bool((a == b).all())
 
 
+def _logsumexp(x: Array, dim: Any, keepdim: bool = False) -> Any:
+    dims = _dims(x, dim)
+    wide: Any = x.float()
+    highest: Any = wide.amax(dims, True) if dims else wide
+    highest = highest.masked_fill(highest.isinf(), 0.0)
+    made = (wide - highest).exp().sum(dims, True).log() + highest if dims else wide
+    to = x.dtype if x.dtype.is_floating_point else torch.float32
+    return made.to(to).view(_shape(x.shape, dims, keepdim))
+
+
 OPERATORS |= {
+    aten.logsumexp.default: _logsumexp,
     aten.equal.default: _equal,
     aten.sum.default: lambda x, *, dtype=None: _sum(x, dtype=dtype),
     aten.sum.dim_IntList: _sum,
