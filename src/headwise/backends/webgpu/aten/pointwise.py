@@ -37,6 +37,8 @@ class Pointwise:
         self.defaults = [a.default_value for a in arguments]
         self.count = len(arguments)
         self.in_place = bool(arguments and arguments[0].alias_info is not None and arguments[0].alias_info.is_write)
+        # Most calls of these leave their factor out; then it is no number of the call.
+        self.factor = self.places.get("alpha") if self.name.rstrip("_") in ("aten::add", "aten::sub") else None
         self.scalar_formats: dict[tuple[Any, ...], str] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,11 +52,11 @@ class Pointwise:
         arrays: list[Any] = []
         numbers: list[Any] = []
         form: list[Any] = []
-        alpha = self.places.get("alpha")
+        alpha = self.factor
         for place, x in enumerate(args):
             kind = type(x)
             if place == alpha and x == 1:
-                form.append((1,))  # no number of the call: most calls leave it out
+                form.append((1,))
             elif kind is Array:
                 arrays.append(x)
                 form.append(None)
