@@ -103,15 +103,9 @@ def test_a_cache_takes_new_keys():
     cache[1] = cache[0, :1]
     plain[0, 0, 0] = new[0, 0, 0]  # from the CPU
     cache[0, 0, 0] = new[0, 0, 0]
+    plain[:, :, 3:4] = new.float() / 3  # of another dtype: rounded
+    cache[:, :, 3:4] = webgpu.array(new.float() / 3)
     assert torch.equal(cache.torch(), plain)
-    with pytest.raises(NotImplementedError, match="of its dtype"):
-        cache[:, :, 3:4] = webgpu.array(new.float())
-
-
-def test_bytes_are_not_added():
-    x = webgpu.array(torch.tensor([200, 100], dtype=torch.uint8))
-    with pytest.raises(NotImplementedError, match="floats or int32"):
-        x + x
 
 
 def test_what_is_written_in_a_hook_is_written():
@@ -209,13 +203,14 @@ def test_gradients_cross_the_bus_both_ways():
     torch.testing.assert_close(x.grad, wanted)
 
 
-def test_an_array_is_copied_and_not_pickled():
+def test_an_array_is_copied_and_pickled():
     x = webgpu.array(torch.randn(3, 4)).requires_grad_()
     other = copy.deepcopy(x)
     assert other.requires_grad
     assert torch.equal(other.detach().torch(), x.detach().torch())
-    with pytest.raises(TypeError, match=r"x\.torch\(\)"):
-        pickle.dumps(x)
+    loaded = pickle.loads(pickle.dumps(x))
+    assert loaded.requires_grad
+    assert torch.equal(loaded.detach().torch(), x.detach().torch())
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -264,10 +259,11 @@ def test_validation_reads_arrays_back(monkeypatch):
         hw.embedding(webgpu.array(torch.tensor([1, 10])), table)
 
 
-def test_like_an_array_but_on_the_cpu_is_refused():
+def test_like_an_array_but_on_the_cpu():
     x = webgpu.array(torch.ones(3))
-    with pytest.raises(NotImplementedError, match="cpu"):
-        torch.ones_like(x, device="cpu")
+    made = torch.zeros_like(x, device="cpu")
+    assert made.device.type == "cpu"
+    assert torch.equal(made, torch.zeros(3))
 
 
 @pytest.mark.parametrize("value", ["abc", "-5", "300"])

@@ -169,3 +169,43 @@ def test_naga_lets_a_barrier_pass_that_tint_refuses():
         compile_with_tint(bad := shader("if (thread < 3u) { workgroupBarrier(); } y[thread] = 1.0;"))
         pytest.fail("Tint took it")
     runtime.device().gpu.create_shader_module(code=bad)
+
+
+def _operators(dtype):
+    """One call of each kernel family of PyTorch's own operators, in the dtypes and layouts that choose a variant."""
+    device = "webgpu"
+    x, whole = (
+        torch.zeros(6, 8, 12, dtype=dtype, device=device),
+        torch.zeros(6, 8, 12, dtype=torch.int64, device=device),
+    )
+    turned, odd = x.transpose(0, 2), x[:, 1:, 3:]
+    for y in (x, turned, odd):
+        torch.where(y > 0, (y * 2 + y).exp().tanh(), torch.nn.functional.gelu(y) ** 1.5)
+        y.sum(-1), y.sum(), y.amax(0), y.argmax(1), y.var(0), y.norm()
+        y.cumsum(1), y.topk(2), y.sort(0), y.softmax(1)
+        (
+            y.log_softmax(-1),
+            y.clone().mul_(y).fmod_(3),
+            y.to(torch.int32),
+            y.to(torch.bool).to(torch.int8).to(torch.int16) + 1,
+        )
+        y @ y.mT, y[0] @ y[0].t(), y.gather(1, whole[: y.shape[0], :1, : y.shape[2]])
+        y.scatter_add(1, whole[: y.shape[0], :1, : y.shape[2]], y), y[whole[0, 0]], torch.cat([y, y.float()])
+    (
+        whole // 3 % 5 + whole.sum() - whole.prod(1).sum(),
+        torch.arange(9, device=device),
+        torch.arange(0, 1, 0.1, device=device),
+    )
+    x.uniform_(), x.normal_(), x.bernoulli_(0.5), x.exponential_(), whole.random_(0, 9), x.fill_(3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_operators_of_pytorch_compile_under_naga_and_tint_webgpu(dtype, monkeypatch):
+    with recording(monkeypatch, **ADAPTERS["floor"]) as recorded:
+        _operators(dtype)
+    families = {name for name, _ in recorded.values()}
+    assert families >= {"pointwise", "reduce", "matmul", "gather", "scatter", "order", "scan", "random", "arange"}
+    gpu = runtime.device().gpu
+    for text, (name, variant) in recorded.items():
+        gpu.create_shader_module(code=text)
+        compile_with_tint(shaders.render(name, dialect=shaders.TINT, **variant).text, floor=True)

@@ -208,20 +208,18 @@ def test_writing_in_place_is_seen_through_every_view():
 
 
 def test_an_operator_that_arrays_do_not_know_says_so():
-    x = array(torch.ones(3))
-    with pytest.raises(NotImplementedError, match=r"aten.exp.*does not run on a headwise.webgpu.Array.*\.torch\(\)"):
-        x.exp()
-    with pytest.raises(NotImplementedError, match="two of one shape and dtype"):
+    x = array(torch.ones(3, 3))
+    with pytest.raises(NotImplementedError, match=r"aten.linalg_qr.*is not there on WebGPU.*x\.cpu\(\)"):
+        torch.linalg.qr(x)
+    with pytest.raises(RuntimeError, match="must match the size"):
         x + array(torch.ones(2))
-    with pytest.raises(NotImplementedError, match="two of one shape and dtype"):
+    with pytest.raises(RuntimeError, match="beside one on webgpu"):
         x + torch.ones(3)
-    with pytest.raises(NotImplementedError, match="changes neither dtype nor GPU"):
-        x.half()
 
 
 def test_what_an_array_says_of_itself():
     x = array([[1.0, 2.0], [3.0, 4.0]])
-    assert repr(x) == f"headwise.webgpu.Array((2, 2), float32, on {headwise.webgpu.capabilities().name})"
+    assert repr(x) == "tensor([[1., 2.],\n        [3., 4.]], device='webgpu:0')"
     assert x.tolist() == [[1.0, 2.0], [3.0, 4.0]]
     assert x[1, 0].item() == 3.0
     assert x.numpy().sum() == 10.0

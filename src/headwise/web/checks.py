@@ -52,6 +52,19 @@ class Row(NamedTuple):
     gradients: bool = True
 
 
+def _operators(a: Tensor, b: Tensor) -> Outputs:
+    """PyTorch's own operators."""
+    ordered, places = a.sort(-1)
+    return {
+        "plus": a + b,
+        "joined": torch.cat([a, b], -1),
+        "totals": a.sum(-1),
+        "running": a.cumsum(-1),
+        "ordered": ordered,
+        "scattered": a.scatter_add(-1, places, b),
+    }
+
+
 def _sum_join_copy(arguments: Arguments, backend: str | None = None) -> Outputs:
     """What arrays do besides the ops: gradients are added, parts joined, memory copied."""
     from headwise.backends.webgpu import copies, runtime
@@ -61,7 +74,8 @@ def _sum_join_copy(arguments: Arguments, backend: str | None = None) -> Outputs:
     device = runtime.device()
     copy = device.empty(tuple(a.shape), a.dtype)
     copies.copy_flat(device, region(a), copy)
-    return {"sum": a + b, "joined": torch.cat([a, b], -1), "copy": Array(copy, device)}
+    added = Array(copies.added(device, region(a), region(b)), device)
+    return {"sum": added, "copy": Array(copy, device)} | _operators(a, b)
 
 
 ARRAYS = Suite(
@@ -69,11 +83,13 @@ ARRAYS = Suite(
     cases=(),
     make=lambda maker, shape: {"a": maker.normal(*shape), "b": maker.normal(*shape)},
     run=_sum_join_copy,
-    reference=lambda arguments: {
-        "sum": arguments["a"] + arguments["b"],
-        "joined": torch.cat([arguments["a"], arguments["b"]], -1),
-        "copy": arguments["a"],
-    },
+    reference=lambda arguments: (
+        {
+            "sum": arguments["a"] + arguments["b"],
+            "copy": arguments["a"],
+        }
+        | _operators(arguments["a"], arguments["b"])
+    ),
 )
 
 # Kernels of attention are long, and a browser without a GPU takes a second or two for each: cases share them where they

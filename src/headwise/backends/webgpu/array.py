@@ -1,13 +1,15 @@
 """Tensors that live on the GPU.
 
-An `Array` is a `torch.Tensor` of the device "webgpu": it has shape, strides, dtype and a place in autograd, and its elements are
-in a GPU buffer. Headwise ops take and return arrays, and so do PyTorch's own operators as far as `aten` has them; others raise.
+An `Array` is a `torch.Tensor` of the device "webgpu": it has shape, strides, dtype and a place in autograd, and its elements
+are in a GPU buffer. Headwise ops take and return arrays, and so do PyTorch's own operators as far as `aten` has them; others
+raise.
 ``x.cpu()`` and ``x.torch()`` copy the elements back.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from headwise.backends.webgpu import runtime
 from headwise.backends.webgpu.storage import Layout, Region, Storage
-from headwise.backends.webgpu.torch_device import DEVICE, NAME
+from headwise.backends.webgpu.torch_device import DEVICE, NAME, REGISTERED, backward_in_this_thread
 
 OPERATORS: dict[Any, Callable[..., Any]] = {}  # PyTorch operators that arrays support; `aten` fills it
 _make_wrapper = Tensor._make_wrapper_subclass
@@ -54,7 +56,19 @@ class Array(Tensor):
 
     def torch(self) -> Tensor:
         """A copy on the CPU, differentiable. Waits for the GPU."""
-        return self.to("cpu")
+        if not REGISTERED and self.requires_grad and torch.is_grad_enabled():
+            return _Readback.apply(self)
+        return self.to("cpu") if REGISTERED else self._read()
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.torch()
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        target = kwargs.get("device", args[0] if args else None)
+        if not REGISTERED and isinstance(target, (str, torch.device)) and torch.device(target).type == "cpu":
+            rest = {name: value for name, value in kwargs.items() if name != "device"}
+            return self.torch().to(*args[1:], **rest)
+        return super().to(*args, **kwargs)
 
     def _read(self) -> Tensor:
         device = self._usable()
@@ -89,14 +103,16 @@ class Array(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """The elements are saved from the CPU, and loaded to this device again. What shared memory is apart then."""
+        if not REGISTERED:
+            raise TypeError("an array on a GPU that PyTorch does not know cannot be saved or sent; save x.torch()")
         of_cpu = (self.detach()._read(), self.dtype, NAME, self.requires_grad and self.is_leaf)  # type: ignore[attr-defined]
         if _is_parameter(self):
             data = self.detach()
             return torch._utils._rebuild_parameter, (data, self.requires_grad, OrderedDict())
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, of_cpu
 
-    # What makes `Module.to` exchange a parameter in its place, so that tied weights stay tied and optimizers know them. There
-    # are no tensors within.
+    # What makes `Module.to` exchange a parameter in its place, so that tied weights stay tied and optimizers know them.
+    # There are no tensors within.
     def __tensor_flatten__(self) -> Any:
         return [], None
 
@@ -142,10 +158,15 @@ class Array(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        known = OPERATORS.get(func)
-        if known is None:
-            known = _missing(func)
-        return known(*args, **kwargs) if kwargs else known(*args)
+        try:
+            known = OPERATORS.get(func)
+            if known is None:
+                known = _missing(func)
+            return known(*args, **kwargs) if kwargs else known(*args)
+        except BaseException as error:
+            if torch._C._current_graph_task_id() == -1:
+                raise
+            return _raised_after_backward(func, args, kwargs or {}, error)
 
 
 def _missing(func: Any) -> Callable[..., Any]:
@@ -153,6 +174,41 @@ def _missing(func: Any) -> Callable[..., Any]:
     aten = importlib.import_module("headwise.backends.webgpu.aten")
     found: Callable[..., Any] = OPERATORS.get(func) or aten.missing(func)
     return found
+
+
+def _raised_after_backward(func: Any, args: Any, kwargs: Any, error: BaseException) -> Any:
+    """NaN in place of the results, and the error at the end of the backward pass.
+
+    An error that leaves an operator within a backward pass ends the process: on the way PyTorch calls the device's guard,
+    which is Python, while the error is set, and may not raise there (seen in 2.13).
+    """
+
+    def to_meta(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return type(x)(map(to_meta, x)) if isinstance(x, (list, tuple)) else x
+
+    def to_nan(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            device = runtime.device()
+            made = Array(device.empty(tuple(x.shape), x.dtype), device)
+            return made.fill_(math.nan) if x.is_floating_point() else made.zero_()
+        return type(x)(map(to_nan, x)) if isinstance(x, (list, tuple)) else x
+
+    def raise_it() -> None:
+        raise error
+
+    try:
+        kwargs = {
+            name: torch.device("meta") if isinstance(x, torch.device) else to_meta(x) for name, x in kwargs.items()
+        }
+        results = to_nan(func(*to_meta(args), **kwargs))
+    except Exception:  # what PyTorch itself cannot tell the shapes of
+        likes = sorted((x for x in args if isinstance(x, Tensor)), key=lambda x: -x.numel())
+        results = tuple(to_nan(likes[0]) for _ in func._schema.returns)
+        results = results if len(results) > 1 else results[0]
+    torch.autograd.Variable._execution_engine.queue_callback(raise_it)
+    return results
 
 
 def _is_parameter(x: Array) -> bool:
@@ -171,12 +227,37 @@ def array(tensor: Tensor | Any) -> Array:
     if tensor.device.type != "cpu":
         raise ValueError(f"array: the tensor is on {tensor.device}; it needs to be on cpu to go to WebGPU")
     if tensor.requires_grad and torch.is_grad_enabled():
-        return tensor.to(DEVICE)  # type: ignore[return-value]
+        return tensor.to(DEVICE) if REGISTERED else _Upload.apply(tensor)  # type: ignore[return-value]
     return uploaded(tensor)
 
 
 def uploaded(tensor: Tensor) -> Array:
     """The elements of a CPU tensor in memory of the GPU; nothing for autograd."""
+    backward_in_this_thread()
     device = runtime.device()
     with device.in_use():
         return Array(device.upload(tensor), device)
+
+
+class _Readback(torch.autograd.Function):
+    """Array to CPU tensor; the gradient is uploaded. Where PyTorch does not know the device."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Array) -> Tensor:
+        return x._read()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Array:
+        return uploaded(grad)
+
+
+class _Upload(torch.autograd.Function):
+    """CPU tensor to array; the gradient is read back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Array:
+        return uploaded(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Array) -> Tensor:
+        return grad._read()

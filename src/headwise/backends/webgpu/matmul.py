@@ -86,7 +86,8 @@ def _windows(device: Device, a: Region, b: Region, out: Region, add: bool, bias:
     if up and a.shape[0] > 1 and not all(copies.fits(device, x) for x in (a, b, out)):
         first = a.shape[0] // 2
         for start, count in ((0, first), (first, a.shape[0] - first)):
-            _windows(device, *(x.narrow(0, start, count) for x in (a, b, out)), add, bias)
+            here = [x.narrow(0, start, count) for x in (a, b, out)]
+            _windows(device, here[0], here[1], here[2], add, bias)
         return
     of_k = not copies.fits(device, a) and a.strides[along] > a.strides[up]
     of_k = of_k or (not copies.fits(device, b) and b.strides[up] > b.strides[along])

@@ -197,9 +197,7 @@ def _across_the_bus(launch: Launch, read_back: bool) -> Callable[..., Any]:
     return run
 
 
-def replayed(
-    function: Callable[..., Any], arrays: Sequence[Array], *options: Any, scalars: bytes | None = None
-) -> Any:
+def replayed(function: Callable[..., Any], arrays: Sequence[Any], *options: Any, scalars: bytes | None = None) -> Any:
     """``function(device, *regions, *options)``, recorded and replayed: for PyTorch's own operators on arrays.
 
     scalars: numbers that are no part of the record, where its kernels have such.

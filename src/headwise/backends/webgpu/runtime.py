@@ -78,7 +78,7 @@ class OpenDevice(Device):
         self._scalar_buffer: Any = None
         self._layouts: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
-        # With the layout of their bind group, by source, and whether the parameters begin at an offset given with the dispatch.
+        # With the layout of their bind group, by source, and whether an offset of the parameters comes with the dispatch.
         self._pipelines: dict[tuple[str, bool], tuple[Any, Any]] = {}
         self._staging: dict[int, list[Any]] = {}
         self._encoder: Any = None
@@ -173,7 +173,10 @@ class OpenDevice(Device):
         self, kernel: Kernel, groups: tuple[int, ...], parameters: tuple[Any, int, int],
         bound: Sequence[tuple[Any, int, int]], at_offset: bool = False,
     ) -> Command:  # fmt: skip
-        """parameters, and each of bound: buffer, first byte, bytes. at_offset: an offset of the parameters comes with the dispatch."""
+        """parameters, and each of bound: buffer, first byte, bytes.
+
+        at_offset: an offset of the parameters comes with the dispatch.
+        """
         pipeline, layout = self.pipeline(kernel, at_offset)
         entries = [
             {"binding": i, "resource": {"buffer": buffer, "offset": first, "size": size}}

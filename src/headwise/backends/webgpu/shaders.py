@@ -73,8 +73,8 @@ class Kernel:
     buffers: tuple[Buffer, ...]
     _struct: struct.Struct
     _padding: bytes = field(repr=False)
-    # The first fields of its parameters: numbers of a call that its record does not know, `scalar0` … They change from call to
-    # call (a learning rate, a seed), and a record of every value would be kept otherwise.
+    # The first fields of its parameters: numbers of a call that its record does not know, `scalar0` … They change from call
+    # to call (a learning rate, a seed), and a record of every value would be kept otherwise.
     scalars: int = 0
 
     def pack(self, parameters: Sequence[float], starts: Sequence[int]) -> bytes:
@@ -105,7 +105,8 @@ def render(name: str, dialect: str = NAGA, native_half: bool = False, **variant:
 def _library() -> dict[str, str]:
     """The functions of ``functions.wgsl`` by name."""
     found: dict[str, str] = {}
-    name, lines = "", []
+    name = ""
+    lines: list[str] = []
     for line in (FOLDER / "functions.wgsl").read_text(encoding="utf-8").splitlines():
         head = _FUNCTION.match(line)
         if head is not None:

@@ -25,5 +25,7 @@ def _softmax(device: Device, inputs: dict[str, Region], words: int, strict: bool
         matrices = {name: rows.as_rows(device, x) for name, x in inputs.items()}
         at = rows.layout(device, rows.tile(device, first.shape[-1], words), *matrices.values())
         result = {"y": y.with_shape((at.rows, at.width))}
-        rows.RowKernel("softmax", at, {"backward": "g" in inputs, "strict": strict}, matrices, result, {}).run(device, ())
+        rows.RowKernel("softmax", at, {"backward": "g" in inputs, "strict": strict}, matrices, result, {}).run(
+            device, ()
+        )
     return y

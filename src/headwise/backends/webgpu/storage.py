@@ -109,7 +109,8 @@ class GpuMemory(Pool):
                 buffer = self._gpu.create_buffer(size=size, usage=USAGE)
             except Exception as error:
                 raise OutOfMemory(
-                    f"{self._name} has no room for {size} more bytes ({self.allocated} are in use by Headwise): {error}"
+                    f"{self._name} has no room for {size} more bytes ({self.allocated} are in use by Headwise; "
+                    f"headwise.webgpu.memory_summary() says by which tensors): {error}"
                 ) from error
         self.allocated += size
         self._buffers[id(buffer)] = buffer

@@ -82,7 +82,18 @@ class _Module:
         return [torch.float16, torch.bfloat16]
 
 
+def _other_accelerator() -> bool:
+    """Is there a GPU that PyTorch itself knows?
+
+    A registered device becomes the accelerator of the process, and backward passes on CUDA then fail (seen with PyTorch
+    2.11). So nothing is registered there: arrays are tensors of no device of PyTorch's, made by `headwise.webgpu.array`.
+    """
+    return torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available()
+
+
 def _register() -> torch.device:
+    if _other_accelerator():
+        return torch.device("meta")
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     taken = torch._C._get_privateuse1_backend_name()
@@ -90,17 +101,29 @@ def _register() -> torch.device:
         return torch.device(NAME, 0)
     if taken != "privateuseone":
         raise ImportError(
-            f"headwise: PyTorch has room for one device type from outside, and {taken!r} has it; WebGPU needs a process of its own"
+            f"headwise: PyTorch has room for one device type from outside, and {taken!r} has it; "
+            "WebGPU needs a process of its own"
         )
     _setup_privateuseone_for_python_backend(NAME, _Module())
     return torch.device(NAME, 0)
 
 
 DEVICE = _register()
+REGISTERED = DEVICE.type == NAME
 # Kept: what is registered goes when these go.
 _factories = torch.library.Library("aten", "IMPL")
 _casts = torch.library.Library("aten", "IMPL")
 _others = torch.library.Library("_", "IMPL")
+
+
+def backward_in_this_thread() -> None:
+    """Let autograd run the backward passes of this thread in it.
+
+    PyTorch would use a thread of its own for this device; here nothing waits for another thread, and what belongs to this
+    one (a forced backend, a profiler) holds for the backward pass as well.
+    """
+    if REGISTERED:
+        torch._C._set_multithreading_enabled(False)
 
 
 def _empty(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
@@ -136,13 +159,23 @@ def _late(name: str) -> Any:
 
 
 # Not made from `empty` and an operator with out=, which would have to change the size of a tensor.
-_WHOLE = ("arange", "arange.start", "arange.start_step", "linspace", "eye", "eye.m", "randperm", "tril_indices", "triu_indices")
+_WHOLE = (
+    "arange",
+    "arange.start",
+    "arange.start_step",
+    "linspace",
+    "eye",
+    "eye.m",
+    "randperm",
+    "tril_indices",
+    "triu_indices",
+)
 
 
 def _autocast(name: str, lower: bool) -> None:
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _AUTOCAST_KEY))
 
     def cast(x: Any, dtype: torch.dtype) -> Any:
         if isinstance(x, (list, tuple)):
@@ -172,4 +205,5 @@ def _register_operators() -> None:
         _autocast(name, lower=False)
 
 
-_register_operators()
+if REGISTERED:
+    _register_operators()

@@ -89,8 +89,8 @@ def compute(
     for first in range(0, target.numel, most):
         count = min(most, target.numel - first)
         bound = {name: x if x.numel == 1 else x.narrow(0, first, count) for name, x in flat.items()}
-        part = target.with_shape((target.numel,)).narrow(0, first, count)
-        device.run(kernel, _groups(count), (*blank, count), **bound, y=part)
+        piece = target.with_shape((target.numel,)).narrow(0, first, count)
+        device.run(kernel, _groups(count), (*blank, count), **bound, y=piece)
 
 
 def _groups(count: int) -> int:
@@ -105,9 +105,7 @@ def _mode(x: Region, shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
     return "strided"
 
 
-def merged(
-    shape: Sequence[int], strides: Sequence[Sequence[int]]
-) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+def merged(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """The same elements in fewer dims: neighbours that all tensors step through evenly become one."""
     sizes: list[int] = []
     steps: list[list[int]] = [[] for _ in strides]

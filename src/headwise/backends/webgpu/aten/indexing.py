@@ -27,7 +27,7 @@ _MISSING = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x
 
 
 def _gathered(device: Device, x: Region, *given: Any) -> Region:
-    """given: the indices, and then the shape of the result, the step in x of each of its dims, and (size, step) of each index."""
+    """given: the indices, the shape of the result, the step in x of each of its dims, and (size, step) of each index."""
     *indices, shape, steps, moves = given
     y = device.empty(shape, x.dtype)
     if y.numel == 0:
@@ -79,7 +79,10 @@ def _whole(x: Array, indices: Sequence[Any]) -> list[Any]:
             here = index._read() if isinstance(index, Array) else index
             at = len(made)
             if tuple(here.shape) != tuple(x.shape[at : at + here.dim()]):
-                raise IndexError(f"The shape of the mask {list(here.shape)} at index {at} does not match the shape of the indexed tensor {list(x.shape)}")
+                raise IndexError(
+                    f"The shape of the mask {list(here.shape)} at index {at} does not match "
+                    f"the shape of the indexed tensor {list(x.shape)}"
+                )
             made += [array(part) for part in here.nonzero(as_tuple=True)]
         else:
             made.append(array(index))
@@ -87,7 +90,7 @@ def _whole(x: Array, indices: Sequence[Any]) -> list[Any]:
 
 
 def _indexed_shape(x: Any, indices: Sequence[Any]) -> tuple[tuple[int, ...], int, list[int], tuple[int, ...]]:
-    """Of x[…]: its shape, where the dims of the indices are in it, the dims that are indexed, and the indices' common shape."""
+    """Of x[…]: its shape, where the dims of the indices are in it, the dims that are indexed, the indices' common shape."""
     dims = [d for d, index in enumerate(indices) if index is not None]
     common = tuple(torch.broadcast_shapes(*[tuple(indices[d].shape) for d in dims]))
     together = dims == list(range(dims[0], dims[-1] + 1))
@@ -125,8 +128,8 @@ def _scattered(
         return y
     x, keys, source = (copies.contiguous(device, r) for r in (x, keys, source))
     kernel = device.kernel(
-        "scatter", dtype=elementwise.name_of(x.dtype), kind=elementwise.kind_of(x.dtype), keys=elementwise.name_of(keys.dtype),
-        op=op, own=own,
+        "scatter", dtype=elementwise.name_of(x.dtype), kind=elementwise.kind_of(x.dtype),
+        keys=elementwise.name_of(keys.dtype), op=op, own=own,
     )  # fmt: skip
     parameters = (y.numel, size, inner, length, *key_steps, *source_steps)
     device.run(kernel, -(-y.numel // 1024), parameters, x=x, keys=keys, source=source, y=y)
@@ -137,28 +140,46 @@ def _number(like: Array, value: Any) -> Array:
     return cast(Array, torch.full((1,), value, dtype=like.dtype, device=like.device))
 
 
-_OPS = {None: "set", "add": "add", "sum": "add", "multiply": "mul", "prod": "mul", "amax": "max", "amin": "min", "mean": "mean"}
+_OPS = {
+    None: "set",
+    "add": "add",
+    "sum": "add",
+    "multiply": "mul",
+    "prod": "mul",
+    "amax": "max",
+    "amin": "min",
+    "mean": "mean",
+}
 
 
-def _scatter(x: Array, dim: int, index: Array, source: Any, *, reduce: str | None = None, include_self: bool = True) -> Any:
+def _scatter(
+    x: Array, dim: int, index: Array, source: Any, *, reduce: str | None = None, include_self: bool = True
+) -> Any:
     if index.numel() == 0:
         return x.clone()
     if x.dim() == 0:
         flat = source.view(1) if isinstance(source, Array) else source
-        return _scatter(cast(Array, x.view(1)), 0, cast(Array, index.view(1)), flat, reduce=reduce, include_self=include_self).view(())
+        return _scatter(
+            cast(Array, x.view(1)), 0, cast(Array, index.view(1)), flat, reduce=reduce, include_self=include_self
+        ).view(())
     dim %= x.dim()
     part: Any = x
     for d in range(x.dim()):
         if d != dim:
             if index.shape[d] > x.shape[d]:
-                raise RuntimeError(f"Expected index {list(index.shape)} to be no larger than self {list(x.shape)} apart from dimension {dim}")
+                raise RuntimeError(
+                    f"Expected index {list(index.shape)} to be no larger than self "
+                    f"{list(x.shape)} apart from dimension {dim}"
+                )
             part = part.narrow(d, 0, index.shape[d])
     outer, inner = math.prod(index.shape[:dim]), math.prod(index.shape[dim + 1 :])
     length = index.shape[dim]
     along = (length * inner, inner, 1)
     if isinstance(source, Array):
         if source.dtype != x.dtype:
-            raise RuntimeError(f"scatter(): Expected self.dtype to be equal to src.dtype, but got {x.dtype} and {source.dtype}")
+            raise RuntimeError(
+                f"scatter(): Expected self.dtype to be equal to src.dtype, but got {x.dtype} and {source.dtype}"
+            )
         for d in range(x.dim()):
             source = source.narrow(d, 0, index.shape[d])
         source_steps = along
@@ -244,7 +265,9 @@ def _index_put(x: Array, indices: Sequence[Any], values: Array, accumulate: bool
     if accumulate:
         made = _along(cast(Array, rows), 0, flat, cast(Array, source), "add")
     else:
-        made = replayed(_scattered, [rows, flat, source], (1, size, inner, length), "set", True, (0, 1, 0), (0, inner, 1))
+        made = replayed(
+            _scattered, [rows, flat, source], (1, size, inner, length), "set", True, (0, 1, 0), (0, inner, 1)
+        )
     back = [order.index(d) for d in range(x.dim())]
     return made.view([x.shape[d] for d in order]).permute(back)
 

@@ -14,9 +14,10 @@ from headwise.backends.webgpu.aten import elementwise
 from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.recorder import replayed
 from headwise.backends.webgpu.storage import Region, contiguous_strides
-from headwise.backends.webgpu.torch_device import DEVICE
+from headwise.backends.webgpu.torch_device import DEVICE, backward_in_this_thread
 
 aten = torch.ops.aten
+_deterministic: Any = torch.utils.deterministic
 
 _MOST_DIMS = 5  # of tensors that are copied bit by bit
 
@@ -38,11 +39,14 @@ def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch
 
 
 def _new(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype) -> Array:
+    backward_in_this_thread()
     device = runtime.device()
     with device.in_use():
         made = Array(device.empty(shape, dtype, strides), device)
-    if torch.utils.deterministic.fill_uninitialized_memory and torch.are_deterministic_algorithms_enabled():
-        made.fill_(float("nan") if dtype.is_floating_point else False if dtype is torch.bool else torch.iinfo(dtype).max)
+    poisoned = torch.are_deterministic_algorithms_enabled() and _deterministic.fill_uninitialized_memory
+    if poisoned and dtype in elementwise.NAMES:
+        # Not by a method: PyTorch also comes here where no `__torch_dispatch__` is seen.
+        _fill_in_place(made, math.nan if dtype.is_floating_point else dtype is torch.bool or torch.iinfo(dtype).max)
     return made
 
 
@@ -61,7 +65,9 @@ def _empty_like(x: Array, *, dtype: Any = None, layout: Any = None, device: Any 
     return _like(x, x.shape, dtype, device, memory_format)
 
 
-def _new_empty(x: Array, size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> Any:
+def _new_empty(
+    x: Array, size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> Any:
     return _like(x, size, dtype, device, torch.contiguous_format)
 
 
@@ -80,7 +86,9 @@ def _fill(device: Device, y: Region, zero: bool) -> tuple[()]:
         copies.fill(device, y, 0)
     else:
         kind = elementwise.kind_of(y.dtype)
-        elementwise.compute(device, "scalar0", "i" if kind == "b" else kind, {}, y, ["i" if kind == "b" else kind], part=True)
+        elementwise.compute(
+            device, "scalar0", "i" if kind == "b" else kind, {}, y, ["i" if kind == "b" else kind], part=True
+        )
     return ()
 
 
@@ -131,7 +139,7 @@ def copy_in_place(y: Any, x: Any, non_blocking: bool = False) -> Any:
     if not isinstance(y, Array):
         return y.copy_(x._read())
     if isinstance(x, Array):
-        source = x if x.shape == y.shape else x.detach().expand(y.shape)
+        source = x if x.shape == y.shape else cast(Array, x.detach().expand(y.shape))
     else:
         source = uploaded(x.detach().cpu().to(y.dtype).expand(y.shape))
     shared = y._storage is source._storage
@@ -203,7 +211,15 @@ def _item(x: Array) -> Any:
 
 def _cat(tensors: Any, dim: int = 0) -> Array:
     # Tensors of shape (0,) are left out, whatever the others' shapes are.
-    given = [array(x.detach()) if not isinstance(x, Array) else x for x in tensors]
+    # Autograd passes zeros for a part that nothing depends on; they are on meta where PyTorch does not know the device.
+    given = [
+        x
+        if isinstance(x, Array)
+        else _zero_in_place(empty(tuple(x.shape), x.dtype))
+        if x.is_meta
+        else array(x.detach())
+        for x in tensors
+    ]
     kept = [x for x in given if tuple(x.shape) != (0,)]
     if not kept:
         return _clone(given[0])
@@ -212,9 +228,13 @@ def _cat(tensors: Any, dim: int = 0) -> Array:
         dtype = torch.promote_types(dtype, x.dtype)
     first = kept[0]
     for x in kept:
-        fits = x.dim() == first.dim() and all(a == b or d == dim % first.dim() for d, (a, b) in enumerate(zip(x.shape, first.shape, strict=True)))
+        fits = x.dim() == first.dim() and all(
+            a == b or d == dim % first.dim() for d, (a, b) in enumerate(zip(x.shape, first.shape, strict=True))
+        )
         if not fits:
-            raise RuntimeError(f"cat: Sizes of tensors must match except in dimension {dim}: {[tuple(x.shape) for x in kept]}")
+            raise RuntimeError(
+                f"cat: Sizes of tensors must match except in dimension {dim}: {[tuple(x.shape) for x in kept]}"
+            )
     return cast(Array, replayed(_joined, kept, dim % first.dim(), dtype))
 
 

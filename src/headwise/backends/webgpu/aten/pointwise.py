@@ -22,6 +22,7 @@ aten = torch.ops.aten
 _RENAMED = {"self": "x", "input": "x", "min": "least", "max": "most"}
 _FORMATS = {"f": "f", "i": "i", "l": "q", "b": "i"}
 _NUMBERS = (int, float, bool)
+_MOST_KEPT = 4096
 _IN_FLOATS = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
 
 
@@ -36,6 +37,8 @@ class Pointwise:
         self.defaults = [a.default_value for a in arguments]
         self.count = len(arguments)
         self.in_place = bool(arguments and arguments[0].alias_info is not None and arguments[0].alias_info.is_write)
+        # Most calls of these leave their factor out; then it is no number of the call.
+        self.factor = self.places.get("alpha") if self.name.rstrip("_") in ("aten::add", "aten::sub") else None
         self.scalar_formats: dict[tuple[Any, ...], str] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,10 +49,15 @@ class Pointwise:
                 for name, value in kwargs.items():
                     given[self.places[name]] = value
                 args = tuple(given)
-        arrays, numbers, form = [], [], []
-        for x in args:
+        arrays: list[Any] = []
+        numbers: list[Any] = []
+        form: list[Any] = []
+        alpha = self.factor
+        for place, x in enumerate(args):
             kind = type(x)
-            if kind is Array:
+            if place == alpha and x == 1:
+                form.append((1,))
+            elif kind is Array:
                 arrays.append(x)
                 form.append(None)
             elif kind is float or kind is int or kind is bool:
@@ -65,15 +73,16 @@ class Pointwise:
                     form.append(None)
                 else:
                     raise RuntimeError(
-                        f"headwise: {self.name} was given a tensor on {x.device} beside one on webgpu; bring them together with .to()"
+                        f"headwise: {self.name} was given a tensor on {x.device} beside one on webgpu; "
+                        "bring them together with .to()"
                     )
             else:
                 form.append((x,))
         constants = self.rule.constants
         if constants:
-            form += [args[self.places[c]] for c in constants if c in self.places and type(args[self.places[c]]) in _NUMBERS]
-        if "alpha" in self.places and args[self.places["alpha"]] == 1:
-            form.append("plain")
+            form += [
+                args[self.places[c]] for c in constants if c in self.places and type(args[self.places[c]]) in _NUMBERS
+            ]
         twins: tuple[Any, ...] = ()
         if self.in_place:
             if type(args[0]) is not Array:
@@ -85,20 +94,18 @@ class Pointwise:
         if numbers:
             formats = self.scalar_formats.get((shape[1], *[x._layout for x in arrays]))
             if formats is None:
-                formats = self._formats(arrays, args)
+                formats = self._formats(arrays, shape[1])
                 self.scalar_formats[shape[1], *[x._layout for x in arrays]] = formats
             if formats:
                 scalars = packed(formats, numbers)
         made = replayed(_launch, arrays, shape, twins, scalars=scalars)
         return args[0] if self.in_place else made
 
-    def _formats(self, arrays: Sequence[Array], args: Sequence[Any]) -> str:
-        plan = _Plan(self, [x._region for x in arrays], tuple([_form(x) for x in args]))
+    def _formats(self, arrays: Sequence[Array], form: tuple[Any, ...]) -> str:
+        if len(self.scalar_formats) >= _MOST_KEPT:
+            self.scalar_formats.clear()
+        plan = _Plan(self, [x._region for x in arrays], form)
         return "".join(_FORMATS[kind] for kind in plan.scalars)
-
-
-def _form(x: Any) -> Any:
-    return None if isinstance(x, torch.Tensor) else type(x) if type(x) in _NUMBERS else (x,)
 
 
 def packed(formats: str, numbers: Sequence[Any]) -> bytes:
@@ -146,7 +153,7 @@ class _Plan:
         for name in rule.constants:
             if name in op.places and type(form[op.places[name]]) is type and extra:
                 call[op.places[name]] = given[name] = extra.pop(0)
-        given["alpha"] = 1 if "plain" in extra else given.get("alpha", 2)
+        given.setdefault("alpha", 2)
         positional = [v for v, a in zip(call, op.func._schema.arguments, strict=True) if not a.kwarg_only]
         keywords = {a.name: v for v, a in zip(call, op.func._schema.arguments, strict=True) if a.kwarg_only}
         made = op.func(*positional, **keywords)
@@ -159,7 +166,7 @@ class _Plan:
         self.kind = elementwise.kind_of(common)
         if rule.floats:
             self.kind = "f"
-        elif "b" == self.kind and "b" not in rule.of:
+        elif self.kind == "b" and "b" not in rule.of:
             self.kind = "i"
         if self.kind not in rule.of:
             raise NotImplementedError(f"headwise: {op.name} of {common} is not there on WebGPU; use x.cpu()")
@@ -226,7 +233,9 @@ def _with_out(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, out: Any, **kwargs: Any) -> Any:
         made = function(*args, **kwargs)
         if tuple(out.shape) != tuple(made.shape):
-            raise NotImplementedError(f"headwise: out= of shape {tuple(out.shape)} for a result of {tuple(made.shape)} on WebGPU")
+            raise NotImplementedError(
+                f"headwise: out= of shape {tuple(out.shape)} for a result of {tuple(made.shape)} on WebGPU"
+            )
         return out.copy_(made)
 
     return run
@@ -244,7 +253,9 @@ def _register() -> None:
                 if any(a.is_out for a in func._schema.arguments) or returns != ["Tensor"] or overload == "decimals":
                     continue
                 OPERATORS[func] = Pointwise(func, rule)
-                out = getattr(packet, "out" if overload == "default" else f"{overload}_out", None) or getattr(packet, "out", None)
+                out = getattr(packet, "out" if overload == "default" else f"{overload}_out", None) or getattr(
+                    packet, "out", None
+                )
                 if out is not None and not suffix:
                     OPERATORS.setdefault(out, _with_out(OPERATORS[func]))
 

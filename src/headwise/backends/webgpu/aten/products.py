@@ -47,7 +47,15 @@ def _bmm(a: Array, b: Array) -> Array:
 def _added_product(product: Any) -> Any:
     def run(x: Array, a: Array, b: Array, *, beta: float = 1, alpha: float = 1) -> Any:
         _checked("addmm", a, b)
-        if alpha == 1 and beta == 1 and x.dim() == 1 and a.dim() == 2 and a.shape[1] and x.dtype == a.dtype and x.shape[0] == b.shape[1]:
+        if (
+            alpha == 1
+            and beta == 1
+            and x.dim() == 1
+            and a.dim() == 2
+            and a.shape[1]
+            and x.dtype == a.dtype
+            and x.shape[0] == b.shape[1]
+        ):
             return replayed(_product, [a, b, x])
         # In float32: rounded once, as PyTorch does.
         wide = [y.float() for y in (a, b)] if a.dtype != torch.float32 else [a, b]
@@ -67,7 +75,9 @@ def _mv(a: Array, x: Array) -> Any:
 
 def _dot(a: Array, b: Array) -> Any:
     if a.dim() != 1 or a.shape != b.shape:
-        raise RuntimeError(f"inconsistent tensor size, expected tensors of one dim and size, but got {tuple(a.shape)} and {tuple(b.shape)}")
+        raise RuntimeError(
+            f"inconsistent tensor size, expected tensors of one dim and size, but got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
     return _mm(cast(Array, a.unsqueeze(0)), cast(Array, b.unsqueeze(1))).view(())
 
 
@@ -76,7 +86,9 @@ def _in_place(run: Any) -> Any:
 
 
 def _flat(run: Any) -> Any:
-    return lambda x, a, b, *, beta=1, alpha=1: run(x, a.transpose(0, 1).reshape(a.shape[1], -1), b.reshape(-1, b.shape[2]), beta=beta, alpha=alpha)
+    return lambda x, a, b, *, beta=1, alpha=1: run(
+        x, a.transpose(0, 1).reshape(a.shape[1], -1), b.reshape(-1, b.shape[2]), beta=beta, alpha=alpha
+    )
 
 
 _addmm, _baddbmm = _added_product(_mm), _added_product(_bmm)

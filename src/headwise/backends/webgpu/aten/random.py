@@ -1,7 +1,7 @@
 """Random numbers on the GPU: Philox (``wgsl/random.wgsl``). The same seed gives the same numbers on every GPU.
 
-The stream has a seed and counts its calls. A generator of PyTorch's (on the CPU) gives the seed of the calls it is passed to:
-there are none on this device, as PyTorch lets no Python code make one.
+The stream has a seed and counts its calls. A generator of PyTorch's (on the CPU) gives the seed of the calls it is passed
+to: there are none on this device, as PyTorch lets no Python code make one.
 """
 
 from __future__ import annotations
@@ -110,7 +110,15 @@ def _whole_below(y: Array, high: int, *, generator: Any = None) -> Array:
 
 
 def _any_whole(y: Array, *, generator: Any = None) -> Array:
-    most = {torch.bool: 2, torch.uint8: 256, torch.int8: 128, torch.int16: 1 << 15, torch.float16: 2049, torch.bfloat16: 257, torch.float32: (1 << 24) + 1}
+    most = {
+        torch.bool: 2,
+        torch.uint8: 256,
+        torch.int8: 128,
+        torch.int16: 1 << 15,
+        torch.float16: 2049,
+        torch.bfloat16: 257,
+        torch.float32: (1 << 24) + 1,
+    }
     return _whole(y, 0, most.get(y.dtype, (1 << 31) - 1), generator=generator)
 
 

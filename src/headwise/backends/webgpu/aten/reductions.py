@@ -78,7 +78,14 @@ def reduced(
     items = -(-results * parts // width)
     bound = {"x": x, "y": target} | ({} if mean is None else {"mean": mean})
     sizes = [v for pair in (*zip(k_shape, k_strides, strict=True), *zip(r_shape, r_strides, strict=True)) for v in pair]
-    parameters = (count, results * parts, parts, length, float(power) if norm_of == "p" and op == "norm" else 0.0, *sizes)
+    parameters = (
+        count,
+        results * parts,
+        parts,
+        length,
+        float(power) if norm_of == "p" and op == "norm" else 0.0,
+        *sizes,
+    )
     device.run(kernel, items if mode == "group" else -(-items // 256), parameters, **bound)
     if parts > 1:
         joining = "max" if norm_of == "inf" and op == "norm" else _JOINED.get(op, op)
@@ -104,7 +111,9 @@ def _sum(x: Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None)
 def _mean(x: Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
     to = dtype or x.dtype
     if not to.is_floating_point:
-        raise RuntimeError(f"mean(): could not infer output dtype. Input dtype must be a floating point dtype. Got: {to}")
+        raise RuntimeError(
+            f"mean(): could not infer output dtype. Input dtype must be a floating point dtype. Got: {to}"
+        )
     dims = _dims(x, dim)
     return cast(Array, replayed(_mean_of, [x], dims, keepdim, to))
 
@@ -152,7 +161,7 @@ def _extreme_and_place(op: str) -> Callable[..., Any]:
 def _place(op: str) -> Callable[..., Any]:
     def run(x: Array, dim: Any = None, keepdim: bool = False) -> Array:
         _checked(x, op)
-        if dim is not None and x.dim() and x.shape[dim] == 0 or dim is None and x.numel() == 0:
+        if (x.numel() if dim is None or x.dim() == 0 else x.shape[dim]) == 0:
             raise IndexError(f"{op}(): Expected reduction dim {dim} to have non-zero size.")
         return cast(Array, replayed(reduced, [x], _dims(x, dim), op, torch.int64, keepdim))
 
@@ -184,7 +193,9 @@ def _norm(x: Array, order: Any = 2, dim: Any = None, keepdim: bool = False, *, d
     return cast(Array, replayed(_norm_of, [x], _dims(x, dim), float(order), keepdim, to))
 
 
-def _norm_of(device: Device, x: Region, dims: tuple[int, ...], order: float, keepdim: bool, dtype: torch.dtype) -> Region:
+def _norm_of(
+    device: Device, x: Region, dims: tuple[int, ...], order: float, keepdim: bool, dtype: torch.dtype
+) -> Region:
     total = reduced(device, x, dims, "norm", torch.float32, keepdim, power=order)
     if order in (0.0, 1.0) or math.isinf(order):
         return making.cast_to(device, total, dtype)
@@ -209,7 +220,9 @@ def _variance_of(
     left = count - correction
     # Divided by zero: NaN where nothing is to be divided.
     nothing_left = "select(select(infinity(), not_a_number(), x == 0.0), x, is_nan(x))"
-    variance = _scaled(device, squares, 1 / left if left > 0 else 0.0, x.dtype, "x * scalar0" if left > 0 else nothing_left)
+    variance = _scaled(
+        device, squares, 1 / left if left > 0 else 0.0, x.dtype, "x * scalar0" if left > 0 else nothing_left
+    )
     return variance, making.cast_to(device, mean, x.dtype)
 
 
@@ -221,7 +234,18 @@ def _equal(a: Array, b: Array) -> bool:
     return a.shape == b.shape and bool((a == b).all())
 
 
+def _logsumexp(x: Array, dim: Any, keepdim: bool = False) -> Any:
+    dims = _dims(x, dim)
+    wide: Any = x.float()
+    highest: Any = wide.amax(dims, True) if dims else wide
+    highest = highest.masked_fill(highest.isinf(), 0.0)
+    made = (wide - highest).exp().sum(dims, True).log() + highest if dims else wide
+    to = x.dtype if x.dtype.is_floating_point else torch.float32
+    return made.to(to).view(_shape(x.shape, dims, keepdim))
+
+
 OPERATORS |= {
+    aten.logsumexp.default: _logsumexp,
     aten.equal.default: _equal,
     aten.sum.default: lambda x, *, dtype=None: _sum(x, dtype=dtype),
     aten.sum.dim_IntList: _sum,

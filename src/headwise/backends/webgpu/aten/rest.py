@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._C import DispatchKey
@@ -16,7 +16,7 @@ from headwise.backends.webgpu.torch_device import DEVICE
 
 class _Fallback:
     allowed = False
-    copies: Counter[str] = Counter()
+    copies: ClassVar[Counter[str]] = Counter()
 
 
 def fallback(allowed: bool = True) -> None:
@@ -42,8 +42,8 @@ def missing(func: Any) -> Callable[..., Any]:
     if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
         OPERATORS[func] = func.decompose
         return OPERATORS[func]
-    # PyTorch's decompositions of its operators; its kernels that call others; and its reference implementations, which mostly
-    # end in primitives of the tracer.
+    # PyTorch's decompositions of its operators; its kernels that call others; and its reference implementations, which
+    # mostly end in primitives of the tracer.
     found = torch._decomp.decomposition_table.get(func) if name not in _REFUSED else None
     of_operators = found is not None and inspect.unwrap(found).__module__ == "torch._decomp.decompositions"
     calls_others = func.namespace == "aten" and name not in _REFUSED

@@ -80,7 +80,9 @@ def _log_softmax_of(device: Device, x: Region, dim: int) -> Region:
     highest = reduced(device, x, [dim], "max", torch.float32, keepdim=True)
     # What is infinite stays what it is: no difference of infinities.
     powers = device.empty(x.shape, torch.float32)
-    compute(device, "exp_of(x - select(h, 0.0, is_inf(h)))", "f", {"x": Input(x, "f"), "h": Input(highest, "f")}, powers)
+    compute(
+        device, "exp_of(x - select(h, 0.0, is_inf(h)))", "f", {"x": Input(x, "f"), "h": Input(highest, "f")}, powers
+    )
     total = reduced(device, powers, [dim], "sum", torch.float32, keepdim=True)
     y = device.empty(x.shape, x.dtype)
     inputs = {"x": Input(x, "f"), "h": Input(highest, "f"), "t": Input(total, "f")}
@@ -140,7 +142,10 @@ def _layer_norm(x: Array, shape: Any, weight: Any, bias: Any, eps: float) -> Any
     _floats("layer_norm", x)
     dims = len(shape)
     if tuple(x.shape[x.dim() - dims :]) != tuple(shape):
-        raise RuntimeError(f"Given normalized_shape={list(shape)}, expected input with shape [*, {list(shape)}], but got input of size {list(x.shape)}")
+        raise RuntimeError(
+            f"Given normalized_shape={list(shape)}, expected input with shape [*, {list(shape)}], "
+            f"but got input of size {list(x.shape)}"
+        )
     width = math.prod(shape)
     statistics = (*x.shape[: x.dim() - dims], *[1] * dims)
     if x.numel() == 0:
@@ -150,7 +155,9 @@ def _layer_norm(x: Array, shape: Any, weight: Any, bias: Any, eps: float) -> Any
     return y, mean.view(statistics), rstd.view(statistics)
 
 
-def _layer_norm_backward(grad: Array, x: Array, shape: Any, mean: Array, rstd: Array, weight: Any, bias: Any, mask: Any) -> Any:
+def _layer_norm_backward(
+    grad: Array, x: Array, shape: Any, mean: Array, rstd: Array, weight: Any, bias: Any, mask: Any
+) -> Any:
     width = math.prod(shape)
     if x.numel() == 0:
         zeros = [None if p is None else torch.zeros_like(p) for p in (weight, bias)]
@@ -158,7 +165,9 @@ def _layer_norm_backward(grad: Array, x: Array, shape: Any, mean: Array, rstd: A
     given = [p for p in (weight, bias) if p is not None]
     if grad.dtype != x.dtype:
         grad = cast(Array, grad.to(x.dtype))
-    made = replayed(_layer_norm_from_statistics, [grad, x, mean, rstd, *given], (weight is not None, bias is not None), width)
+    made = replayed(
+        _layer_norm_from_statistics, [grad, x, mean, rstd, *given], (weight is not None, bias is not None), width
+    )
     dx, dweight, dbias = made
     return (
         dx if mask[0] else None,
@@ -167,7 +176,9 @@ def _layer_norm_backward(grad: Array, x: Array, shape: Any, mean: Array, rstd: A
     )
 
 
-def _layer_norm_from_statistics(device: Device, grad: Region, x: Region, mean: Region, rstd: Region, *given: Any) -> Any:
+def _layer_norm_from_statistics(
+    device: Device, grad: Region, x: Region, mean: Region, rstd: Region, *given: Any
+) -> Any:
     *parameters, has, width = given
     left = iter(parameters)
     weight, bias = (next(left) if there else None for there in has)
@@ -175,7 +186,9 @@ def _layer_norm_from_statistics(device: Device, grad: Region, x: Region, mean: R
     rows, grads = (copies.contiguous(device, r).with_shape((count, width)) for r in (x, grad))
     means, scales = (copies.contiguous(device, r).with_shape((count, 1)) for r in (mean, rstd))
     normed = device.empty((count, width), torch.float32)
-    compute(device, "(x - m) * r", "f", {"x": Input(rows, "f"), "m": Input(means, "f"), "r": Input(scales, "f")}, normed)
+    compute(
+        device, "(x - m) * r", "f", {"x": Input(rows, "f"), "m": Input(means, "f"), "r": Input(scales, "f")}, normed
+    )
     flat = None if weight is None else copies.contiguous(device, weight).with_shape((1, width))
     weighted = device.empty((count, width), torch.float32)
     factor = {} if flat is None else {"w": Input(flat, "f")}
@@ -185,7 +198,13 @@ def _layer_norm_from_statistics(device: Device, grad: Region, x: Region, mean: R
     compute(device, "g * n", "f", {"g": Input(weighted, "f"), "n": Input(normed, "f")}, product)
     second = reduced(device, product, [1], "sum", torch.float32, keepdim=True)
     dx = device.empty((count, width), x.dtype)
-    inputs = {"g": Input(weighted, "f"), "n": Input(normed, "f"), "r": Input(scales, "f"), "a": Input(first, "f"), "b": Input(second, "f")}
+    inputs = {
+        "g": Input(weighted, "f"),
+        "n": Input(normed, "f"),
+        "r": Input(scales, "f"),
+        "a": Input(first, "f"),
+        "b": Input(second, "f"),
+    }
     compute(device, f"r * (g - (a + n * b) * f32({1 / width!r}))", "f", inputs, dx)
     dweight = dbias = None
     if weight is not None:
@@ -232,7 +251,9 @@ def _ordered(device: Device, x: Region, dim: int, count: int, descending: bool) 
     lines = x.numel // width
     mode = "rank" if count == width else "pick"
     kind = elementwise.kind_of(x.dtype)
-    kernel = device.kernel("order", x=elementwise.name_of(x.dtype), kind="i" if kind == "b" else kind, descending=descending, mode=mode)
+    kernel = device.kernel(
+        "order", x=elementwise.name_of(x.dtype), kind="i" if kind == "b" else kind, descending=descending, mode=mode
+    )
     places = device.empty((*rows.shape[:-1], count), torch.int64)
     groups = -(-lines * width // 256) if mode == "rank" else lines
     device.run(kernel, groups, (lines, width, count, width, 1), x=rows, places=places)
@@ -275,7 +296,9 @@ def _triangle(lower: bool) -> Callable[..., Any]:
         rows = torch.arange(x.shape[-2], dtype=torch.int32, device=x.device).unsqueeze(1)
         columns = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
         away = columns - rows
-        return torch.where(away <= diagonal if lower else away >= diagonal, x, torch.zeros((), dtype=x.dtype, device=x.device))
+        return torch.where(
+            away <= diagonal if lower else away >= diagonal, x, torch.zeros((), dtype=x.dtype, device=x.device)
+        )
 
     return run
 

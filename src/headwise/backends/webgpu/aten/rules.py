@@ -1,7 +1,7 @@
 """What PyTorch's pointwise operators compute, as WGSL expressions of their arguments.
 
-An expression names the arguments as the schema does (``self`` as ``x``); numbers become parameters of the kernel. There is one
-for each kind of number that an operator takes: "f" floats, "i" whole numbers of up to 32 bits, "l" of 64, "b" bool.
+An expression names the arguments as the schema does (``self`` as ``x``); numbers become parameters of the kernel. There is
+one for each kind of number that an operator takes: "f" floats, "i" whole numbers of up to 32 bits, "l" of 64, "b" bool.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ def _compare(sign: str) -> Rule:
         "==": "all(x == other)", "!=": "any(x != other)", "<": "long_less(x, other)", ">": "long_less(other, x)",
         "<=": "!long_less(other, x)", ">=": "!long_less(x, other)",
     }[sign]  # fmt: skip
-    no_nan = f"(x {sign} other) && !is_nan(x) && !is_nan(other)" if sign != "!=" else "(x != other) || is_nan(x) || is_nan(other)"
+    no_nan = (
+        f"(x {sign} other) && !is_nan(x) && !is_nan(other)"
+        if sign != "!="
+        else "(x != other) || is_nan(x) || is_nan(other)"
+    )
     bools = f"(select(0, 1, x) {sign} select(0, 1, other))"
     return Rule({"f": no_nan, "i": f"x {sign} other", "l": long, "b": bools}, answers=True)
 
@@ -49,7 +53,9 @@ def _with_alpha(f: str, l: str, long_alpha: str, b: str) -> Rule:  # noqa: E741
 
 
 def _divide(given: Given) -> str:
-    return {None: "x / other", "trunc": "trunc_div(x, other)", "floor": "floor_div(x, other)"}[given.get("rounding_mode")]
+    return {None: "x / other", "trunc": "trunc_div(x, other)", "floor": "floor_div(x, other)"}[
+        given.get("rounding_mode")
+    ]
 
 
 def _divide_whole(kind: str) -> Callable[[Given], str]:
@@ -81,7 +87,16 @@ def _gelu(exact: str, tanh: str) -> Callable[[Given], str]:
 
 def _power(given: Given) -> str:
     exponent = given.get("exponent")
-    known = {2: "x * x", 3: "x * x * x", 1: "x", 0.5: "sqrt(x)", -1: "1.0 / x", -0.5: "1.0 / sqrt(x)", 0: "1.0", -2: "1.0 / (x * x)"}
+    known = {
+        2: "x * x",
+        3: "x * x * x",
+        1: "x",
+        0.5: "sqrt(x)",
+        -1: "1.0 / x",
+        -0.5: "1.0 / sqrt(x)",
+        0: "1.0",
+        -2: "1.0 / (x * x)",
+    }
     return known.get(exponent, "pow_of(x, exponent)") if isinstance(exponent, int | float) else "pow_of(x, exponent)"
 
 
@@ -133,13 +148,16 @@ RULES: dict[str, Rule] = {
     "exp2": _float("pow_of(2.0, x)"),
     "log2": _float("log_of(x) * 1.4426950408889634"),
     "log10": _float("log_of(x) * 0.4342944819032518"),
-    "erfc": _float("select(1.0 - erf_of(x), 2.0 * exp_of(-x * x) * scaled_tail(x * 1.4142135623730951), x > 0.5 && x < 10.0)"),
+    "erfc": _float(
+        "select(1.0 - erf_of(x), 2.0 * exp_of(-x * x) * scaled_tail(x * 1.4142135623730951), x > 0.5 && x < 10.0)"
+    ),
     "special_ndtr": _float("normal_distribution(x)"),
     "log_sigmoid_forward": _float("log_sigmoid_of(x)"),
     "deg2rad": _float("x * 0.017453292519943295"),
     "rad2deg": _float("x * 57.29577951308232"),
     "gelu": _float(_gelu("gelu_of(x)", "gelu_tanh_of(x)")),
-    "hardtanh": _plain("min_of(max_of(x, min_val), max_val)", "min(max(x, min_val), max_val)", "long_min(long_max(x, min_val), max_val)"),
+    "hardtanh": _plain("min_of(max_of(x, min_val), max_val)", "min(max(x, min_val), max_val)",
+                       "long_min(long_max(x, min_val), max_val)"),
     "hardsigmoid": _float("min_of(max_of(x + 3.0, 0.0), 6.0) / 6.0"),
     "hardswish": _float("x * min_of(max_of(x + 3.0, 0.0), 6.0) / 6.0"),
     "leaky_relu": _float("select(x, x * negative_slope, x < 0.0)"),
@@ -148,7 +166,8 @@ RULES: dict[str, Rule] = {
     "mish": _float("x * tanh_of(softplus_of(x, 1.0, 20.0))"),
     "softshrink": _float("select(select(0.0, x + lambd, x < -lambd), x - lambd, x > lambd) + select(0.0, x, is_nan(x))"),
     "hardshrink": _float("select(x, 0.0, x >= -lambd && x <= lambd)"),
-    "threshold": _plain("select(x, value, x <= threshold)", "select(x, value, x <= threshold)", "select(x, value, !long_less(threshold, x))"),
+    "threshold": _plain("select(x, value, x <= threshold)", "select(x, value, x <= threshold)",
+                        "select(x, value, !long_less(threshold, x))"),
     "logit": _float(lambda given: "log_of(x / (1.0 - x))" if given.get("eps", 0) is None else _LOGIT),
     "nan_to_num": Rule({"f": _replaced}),
     "atan2": _float("atan2_of(x, other)"),
@@ -164,13 +183,18 @@ RULES: dict[str, Rule] = {
     "pow": Rule({"f": _power, "i": "int_power(x, exponent)", "l": "long_power(x, exponent)"}, constants=("exponent",)),
     "maximum": _plain("max_of(x, other)", "max(x, other)", "long_max(x, other)", "x || other"),
     "minimum": _plain("min_of(x, other)", "min(x, other)", "long_min(x, other)", "x && other"),
-    "fmax": Rule({"f": "select(select(max(x, other), x, is_nan(other)), other, is_nan(x))", "i": "max(x, other)", "l": "long_max(x, other)"}),
-    "fmin": Rule({"f": "select(select(min(x, other), x, is_nan(other)), other, is_nan(x))", "i": "min(x, other)", "l": "long_min(x, other)"}),
+    "fmax": Rule({"f": "select(select(max(x, other), x, is_nan(other)), other, is_nan(x))",
+                  "i": "max(x, other)", "l": "long_max(x, other)"}),
+    "fmin": Rule({"f": "select(select(min(x, other), x, is_nan(other)), other, is_nan(x))",
+                  "i": "min(x, other)", "l": "long_min(x, other)"}),
     "copysign": _float("with_sign(x, other)"),
     "hypot": Rule({"f": "sqrt(x * x + other * other)"}),
     "xlogy": _float("select(select(x * log_of(other), 0.0, x == 0.0), other, is_nan(other))"),
-    "eq": _compare("=="), "ne": _compare("!="), "lt": _compare("<"), "le": _compare("<="), "gt": _compare(">"), "ge": _compare(">="),
-    **{f"bitwise_{name}": Rule({"i": f"x {sign} other", "l": f"x {sign} other", "b": f"(x {sign} other)" if name != "xor" else "x != other"})
+    "eq": _compare("=="), "ne": _compare("!="), "lt": _compare("<"),
+    "le": _compare("<="), "gt": _compare(">"), "ge": _compare(">="),
+    **{f"bitwise_{name}": Rule({
+        "i": f"x {sign} other", "l": f"x {sign} other", "b": f"x {'!=' if sign == '^' else sign} other",
+    })
        for name, sign in _BITS.items()},
     **{f"logical_{name}": Rule({
         "f": f"(x != 0.0) {sign} (other != 0.0)", "i": f"(x != 0) {sign} (other != 0)",
@@ -181,13 +205,15 @@ RULES: dict[str, Rule] = {
     "clamp_max": _plain("min_of(x, most)", "min(x, most)", "long_min(x, most)"),
     "prelu_kernel": _float("select(weight * x, x, x > 0.0)"),
     # three
-    "where": Rule({k: "select(other, x, condition)" for k in "filb"}, bools=("condition",)),
-    "masked_fill": Rule({k: "select(x, value, mask)" for k in "filb"}, bools=("mask",)),
-    "addcmul": _plain("x + value * tensor1 * tensor2", "x + value * tensor1 * tensor2", "long_add(x, long_mul(value, long_mul(tensor1, tensor2)))"),
+    "where": Rule(dict.fromkeys("filb", "select(other, x, condition)"), bools=("condition",)),
+    "masked_fill": Rule(dict.fromkeys("filb", "select(x, value, mask)"), bools=("mask",)),
+    "addcmul": _plain("x + value * tensor1 * tensor2", "x + value * tensor1 * tensor2",
+                      "long_add(x, long_mul(value, long_mul(tensor1, tensor2)))"),
     "addcdiv": _float("x + value * (tensor1 / tensor2)"),
     "lerp": _float("select(end - (end - x) * (1.0 - weight), x + weight * (end - x), abs(weight) < 0.5)"),
     # backward
-    "threshold_backward": _plain("select(grad_output, 0.0, x <= threshold)", "select(grad_output, 0, x <= threshold)", f"select(grad_output, {_LONG_ZERO}, !long_less(threshold, x))"),
+    "threshold_backward": _plain("select(grad_output, 0.0, x <= threshold)", "select(grad_output, 0, x <= threshold)",
+                                 f"select(grad_output, {_LONG_ZERO}, !long_less(threshold, x))"),
     "gelu_backward": _float(_gelu("grad_output * gelu_slope(x)", "grad_output * gelu_tanh_slope(x)")),
     "silu_backward": _float("grad_output * silu_slope(x)"),
     "sigmoid_backward": _float("grad_output * (1.0 - output) * output"),
@@ -201,10 +227,11 @@ RULES: dict[str, Rule] = {
     "hardswish_backward": _float("select(select(grad_output * (x / 3.0 + 0.5), grad_output, x >= 3.0), 0.0, x <= -3.0)"),
     "leaky_relu_backward": _float("select(grad_output * negative_slope, grad_output, x > 0.0)"),
     "softplus_backward": _float("select(grad_output * sigmoid_of(x * beta), grad_output, x * beta > threshold)"),
-    "elu_backward": _float(lambda given: (
+    "elu_backward": Rule({"f": lambda given: (
         "select(grad_output * scale, grad_output * input_scale * (self_or_result + alpha * scale), self_or_result <= 0.0)"
         if given["is_result"] else
-        "select(grad_output * scale, grad_output * input_scale * alpha * scale * exp_of(self_or_result * input_scale), self_or_result <= 0.0)"
-    )),
+        "select(grad_output * scale, grad_output * input_scale * alpha * scale * exp_of(self_or_result * input_scale), "
+        "self_or_result <= 0.0)"
+    )}, floats=True, constants=("is_result",)),
     "mse_loss_elements": _float("(x - other) * (x - other)"),
 }  # fmt: skip

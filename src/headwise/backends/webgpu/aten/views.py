@@ -105,8 +105,28 @@ def _view_dtype(x: Array, dtype: torch.dtype) -> Array:
     return Array(Region(region.storage, dtype, region.shape, region.strides, region.offset), x._device)
 
 
+def _as_strided_in_place(x: Array, *args: Any) -> Array:
+    """Another shape for the tensor itself: ``x.squeeze_()`` and its like end here."""
+    made = _as_strided(x, *args)
+    with torch._C._DisableTorchDispatch():
+        torch.Tensor.data.__set__(x, made)  # type: ignore[attr-defined]
+    x._layout = made._layout
+    return x
+
+
+def _diagonal_scatter(x: Array, source: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
+    made: Any = x.clone()
+    made.diagonal(offset, dim1, dim2).copy_(source)
+    return made
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_as_strided = _view(aten.as_strided.default)
+
 OPERATORS |= {
-    **{func: _view(func) for func in _VIEWS if not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)},
+    aten.as_strided_.default: _as_strided_in_place,
+    aten.diagonal_scatter.default: _diagonal_scatter,
+    **{func: _view(func) for func in _VIEWS if not func.has_kernel_for_dispatch_key(_COMPOSITE)},
     aten.detach.default: _detach,
     aten.view.dtype: _view_dtype,
 }  # fmt: skip

@@ -1,0 +1,69 @@
+"""Whole models of Transformers on ``device="webgpu"``: small ones with random weights train and generate as on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+
+import headwise.webgpu  # noqa: F401  registers the device
+
+DEVICE = "webgpu"
+IDS = torch.randint(1, 198, (3, 24), generator=torch.Generator().manual_seed(0))
+_SMALL = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+MODELS = {
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_SMALL, num_key_value_heads=2)),
+    "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(
+        vocab_size=200, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=199, **_NO_DROPOUT)),
+    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**_SMALL, num_key_value_heads=2, head_dim=16)),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(
+        tf.Gemma3TextConfig(**_SMALL, num_key_value_heads=2, head_dim=16, sliding_window=8)),
+    "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**_SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
+}  # fmt: skip
+
+
+def _trained(make, device, dtype, steps):
+    torch.manual_seed(1)
+    model = make().to(dtype).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids, losses = IDS.to(device), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return model.eval(), torch.tensor(losses, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("llama", "gpt2") else pytest.mark.slow) for n in MODELS]
+)
+def test_a_model_trains_and_generates_as_on_the_cpu_webgpu(name):
+    """The losses of ten steps may differ from float64's by twice what the CPU's do, and by sixteen roundings."""
+    _, truth = _trained(MODELS[name], "cpu", torch.float64, 10)
+    plain, on_cpu = _trained(MODELS[name], "cpu", torch.float32, 10)
+    model, losses = _trained(MODELS[name], DEVICE, torch.float32, 10)
+    assert losses[-1] < losses[0] - 0.5
+    band = 16 * torch.finfo(torch.float32).eps / 2 * truth
+    # A step of AdamW divides small gradients by their size: what rounding changes grows with the steps.
+    steps = torch.arange(1, 11)
+    assert ((losses - truth).abs() <= 2 * (on_cpu - truth).abs() + band * steps).all(), (losses - truth, on_cpu - truth)
+    if name != "bert":
+        wanted = plain.generate(
+            IDS[:2, :5], attention_mask=torch.ones(2, 5), max_new_tokens=8, do_sample=False, pad_token_id=0
+        )
+        ids = IDS[:2, :5].to(DEVICE)
+        found = model.generate(
+            ids, attention_mask=torch.ones(2, 5, device=DEVICE), max_new_tokens=8, do_sample=False, pad_token_id=0
+        )
+        assert found.tolist() == wanted.tolist()

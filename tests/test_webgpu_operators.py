@@ -1,0 +1,91 @@
+"""PyTorch's operator tests (OpInfo) on ``device="webgpu"``: an operator passes or refuses, and none is wrong."""
+
+from __future__ import annotations
+
+import pytest
+from webgpu_operators import operators, row
+
+# Those that a transformer's training and decoding calls, and what people put around it.
+_QUICK = {
+    "abs",
+    "add",
+    "addcdiv",
+    "addcmul",
+    "addmm",
+    "amax",
+    "argmax",
+    "bmm",
+    "cat",
+    "clamp",
+    "cos",
+    "cumsum",
+    "eq",
+    "exp",
+    "expand",
+    "gather",
+    "index_add",
+    "index_put",
+    "index_select",
+    "lerp",
+    "log_softmax",
+    "logical_and",
+    "logsumexp",
+    "masked_fill",
+    "masked_scatter",
+    "matmul",
+    "mean",
+    "mul",
+    "native_layer_norm",
+    "neg",
+    "nn.functional.cross_entropy",
+    "nn.functional.embedding",
+    "nn.functional.gelu",
+    "nn.functional.linear",
+    "nn.functional.scaled_dot_product_attention",
+    "nn.functional.silu",
+    "norm",
+    "pow",
+    "repeat",
+    "roll",
+    "rsqrt",
+    "scatter",
+    "scatter_add",
+    "sigmoid",
+    "sin",
+    "softmax",
+    "sort",
+    "split",
+    "stack",
+    "sub",
+    "sum",
+    "tanh",
+    "topk",
+    "tril",
+    "unfold",
+    "var",
+    "where",
+}
+# Passed when this was written: fewer would be a loss.
+_PASSES, _GRADIENTS = 380, 200
+
+
+def test_the_operators_of_a_transformer_are_right_on_webgpu():
+    rows = [row(op) for op in operators() if op.name in _QUICK and not op.variant_test_name]
+    assert {r.name for r in rows} == _QUICK
+    assert {r.name: r.wrong for r in rows if r.wrong} == {}
+    in_part = {"nn.functional.embedding", "logsumexp"}  # some of their samples ask for what is not there
+    assert {r.name for r in rows if r.verdict != "passes"} <= in_part
+
+
+@pytest.mark.slow
+def test_no_operator_is_wrong_on_webgpu():
+    rows = [row(op) for op in operators()]
+    assert {r.name: r.wrong for r in rows if r.wrong} == {}
+    assert sum(r.verdict == "passes" for r in rows) >= _PASSES
+
+
+@pytest.mark.slow
+def test_no_gradient_is_wrong_on_webgpu():
+    rows = [row(op, gradients=True) for op in operators() if op.supports_autograd and not op.variant_test_name]
+    assert {r.name: r.wrong for r in rows if r.wrong} == {}
+    assert sum(r.verdict == "passes" for r in rows) >= _GRADIENTS
