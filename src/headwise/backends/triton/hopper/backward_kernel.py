@@ -26,6 +26,8 @@ A bias lies in shared memory as well, which then has one place for keys and valu
 In the signatures, HALF is the number of a consumer and X are the constants of a `Variant`.
 """
 
+# ruff: noqa: RUF005  (Gluon has no starred lists)
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -170,8 +172,8 @@ def _walk(
     for i in range(0, end - begin):
         block = block_at(i, begin, end, X)
         products, dk, dv, _ = _step(
-            HALF, products, dk, dv, step, block, None, step + 1 < past, place, head_sums + block.to(gl.int64) * (X.rows * X.dim),
-            low, tile, buffers, ds_s, turns, call, MASKED, X,
+            HALF, products, dk, dv, step, block, None, step + 1 < past, place,
+            head_sums + block.to(gl.int64) * (X.rows * X.dim), low, tile, buffers, ds_s, turns, call, MASKED, X,
         )  # fmt: skip
         step += 1
     return products, dk, dv, step
@@ -312,9 +314,9 @@ def _consume(HALF: gl.constexpr, dk_desc, dv_desc, buffers, ds_s, mailbox, turns
     do_not_specialize_on_alignment=["ticket", "bits", "lists"],
 )  # fmt: skip
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, sums, turns, ticket, records, bits, lists, tiles,
-    batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale, score_scale,
-    softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, sums, turns, ticket, records, bits, lists,
+    tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale,
+    score_scale, softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
     bias_batch, bias_head, bias_row, bias_key, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """A persistent program. The parameters are those of `Inputs` and `Call`, the gradients, and a `Variant`."""

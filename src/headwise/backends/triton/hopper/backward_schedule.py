@@ -44,7 +44,7 @@ class Variant(NamedTuple):
     stages: int  # steps that are loaded ahead
     kv_stages: int  # tiles whose keys and values there is room for
     masked: bool = False  # a packed mask, with lists of the blocks that tiles visit
-    bias_rows: int = 0  # of a block of the bias: as many as a step has, one if it is broadcast over the queries, or none
+    bias_rows: int = 0  # of a block of the bias: those of a step, one if it is broadcast over the queries, or none
 
 
 @constexpr_function
@@ -207,7 +207,8 @@ def produce(inputs, buffers, mailbox, call, X: gl.constexpr):
     """
     BM: gl.constexpr = X.rows
     BYTES: gl.constexpr = BM * inputs.q.block_shape[-1] * 2 + BM * 4
-    BIAS_BYTES: gl.constexpr = 0 if X.bias_rows == 0 else X.bias_rows * X.keys * inputs.bias.dtype.primitive_bitwidth // 8
+    BIAS_BITS: gl.constexpr = 0 if X.bias_rows == 0 else inputs.bias.dtype.primitive_bitwidth
+    BIAS_BYTES: gl.constexpr = X.bias_rows * X.keys * BIAS_BITS // 8
     step = 0
     count = 0
     works = call.tiles * call.batch_heads

@@ -134,9 +134,7 @@ def _steps_of(tile, call, X: gl.constexpr):
 
 
 @gluon.jit
-def _weigh_step(
-    products, dv0, dv1, step, block, partly, words, more, buffers, handoff, tile, call, X: gl.constexpr
-):
+def _weigh_step(products, dv0, dv1, step, block, partly, words, more, buffers, handoff, tile, call, X: gl.constexpr):
     """A step of `weigh`. ``partly``: some queries of the block do not see some of the keys; ``words``: of a mask."""
     D1: gl.constexpr = X.dim - _D0
     stage = step % X.stages
@@ -314,9 +312,9 @@ def _spread(buffers, handoff, mailbox, may_add, call, X: gl.constexpr):
     do_not_specialize_on_alignment=["ticket", "bits", "lists"],
 )  # fmt: skip
 def wide_backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, sums, turns, ticket, records, bits, lists, tiles,
-    batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale, score_scale,
-    softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, sums, turns, ticket, records, bits, lists,
+    tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale,
+    score_scale, softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
     bias_batch, bias_head, bias_row, bias_key, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """A persistent program. The parameters are those of `Inputs` and `Call`, the gradients, and a `Variant`."""

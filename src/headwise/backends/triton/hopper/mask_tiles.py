@@ -12,6 +12,8 @@ Three things are made of a mask, none of them for more heads or batch entries th
              bits in the order of above. The others may hold NaN.
 """
 
+# ruff: noqa: SIM102  (constants have an `if` of their own)
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
