@@ -43,7 +43,7 @@ def gradients(described, tensors, numbers, variant):
     """What the kernel does, tile by tile of keys."""
     q, k, v, do, stats, dk, dv, bias = described
     bias_batch, bias_head, bias_row, bias_key = numbers[-4:]
-    sums, turns, _, records, bits, lists = tensors
+    sums, turns, _, records, bits, lists, blind, _ = tensors
     steps = numbers[-12:-4]
     upwards = variant.deterministic and variant.has_right and not variant.has_left and records is None
     tiles, _, _, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale = numbers[:12]
@@ -80,6 +80,8 @@ def gradients(described, tensors, numbers, variant):
                         of_q, of_do = (x[batch, head, first_row + row].float() for x in (q, do))
                         at = head * all_blocks + first_block + block
                         lse, delta = stats[2 * at, : len(row), None], stats[2 * at + 1, : len(row), None]
+                        if blind is not None and blind[at]:
+                            of_q, of_do = (torch.where(lse.isinf(), 0, x) for x in (of_q, of_do))
                         logits = of_q @ of_k.T * scale
                         if bias is not None:
                             of_head = bias[batch * bias_batch, head * bias_head, :, bias_key + low : bias_key + high]
@@ -232,6 +234,7 @@ def test_masks(name, dim, deterministic, window):
     seen = (mask & direct.visible_keys(rows, keys, window=window)).expand(batch, heads, rows, keys)
     used = seen.any(2).unflatten(1, (key_heads, -1)).any(2)
     x["k"][~used] = x["v"][~used] = math.nan
+    x["q"][~seen.any(3)] = grads[0][~seen.any(3)] = math.nan
     found = ours(x, grads, expected, None, window, deterministic, mask)
     for n, grad in found.items():
         assert_close(grad, expected[f"grad of {n}"])
@@ -254,10 +257,18 @@ def test_biases(shape, masked, window):
     mask = of_documents(rows, keys)[None, None] if masked else None
     bias = normal(*shape, seed=11)
     bias[..., ::9] = -math.inf
+    if bias.shape[2] > 1:
+        bias[..., 50:60, :] = -math.inf
     x = {"q": normal(batch, heads, rows, dim, seed=1)}
     x |= {n: normal(batch, key_heads, keys, dim, seed=s) for n, s in (("k", 2), ("v", 3))}
     grads = normal(batch, heads, rows, dim, seed=5), normal(batch, heads, rows, seed=6, dtype=torch.float32)
     expected = truth(x | {"bias": bias}, grads, None, window, mask=mask)
+    seen = direct.visible_keys(rows, keys, window=window) & (True if mask is None else mask) & (bias > -math.inf)
+    blind = ~seen.any(3).expand(batch, heads, rows)
+    x["q"][blind] = grads[0][blind] = math.nan
+    if mask is None:
+        hidden = ~direct.visible_keys(rows, keys, window=window).any(0)
+        x["k"][:, :, hidden] = x["v"][:, :, hidden] = math.nan
     found = ours(x, grads, expected, None, window, True, mask, bias)
     for n, grad in found.items():
         assert_close(grad, expected[f"grad of {n}"])

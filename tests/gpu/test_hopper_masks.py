@@ -144,12 +144,38 @@ def assert_within_the_budget(lengths, **params):
 
 def test_these_calls_are_the_hopper_kernels():
     q, k, v = (normal(2, 8, 1000, 128, seed=s) for s in range(3))
-    mask = documents(1000, 1000, 100, q.device)
+    mask = documents(1000, 1000, 100, q.device)[None, None].expand(2, 1, 1000, 1000)
     for x in (q, k, v):
         x.requires_grad_()
     for given in ({"mask": mask}, {"bias": normal(8, 1000, 1000)}, {"mask": mask, "bias": normal(8, 1000, 1000)}):
         note = hw.explain("attention", q, k, v, **given).note
         assert note == "forward: the Hopper kernel; backward: the Hopper kernel"
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_queries_that_see_nothing_may_hold_nan(dim, biased, sink):
+    if biased and dim > 128:
+        pytest.skip("the Hopper kernels read a bias up to head dim 128")
+    q, k, v, g = (normal(2, 8, 1504, dim, seed=s) for s in range(4))
+    blind = torch.arange(1504, device=q.device) % 97 < 3
+    seen = documents(1504, 1504, 400, q.device) & ~blind[:, None]
+    given = {"bias": torch.where(seen, 0, -math.inf).to(q.dtype)} if biased else {"mask": seen}
+    if sink:
+        given["sink"] = normal(8, dtype=torch.float32)
+
+    def run(inside):
+        x, grad = (t.clone() for t in (q, g))
+        x[:, :, blind] = grad[:, :, blind] = inside
+        inputs = [t.clone().requires_grad_() for t in (x, k, v)]
+        assert "backward: the Hopper kernel" in hw.explain("attention", *inputs, **given).note
+        out = hw.attention(*inputs, **given)
+        return (out.detach(), *torch.autograd.grad(out, inputs, grad))
+
+    with_nan = run(math.nan)
+    assert all(bool(t.isfinite().all()) for t in with_nan)
+    assert int(differing(with_nan, run(0.0))) == 0
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -311,12 +311,12 @@ def _consume(HALF: gl.constexpr, dk_desc, dv_desc, buffers, ds_s, mailbox, turns
         "group", "bits_batch", "bits_head", "bits_block", "bits_row", "lists_batch", "lists_head", "lists_tile", "seen_at",
         "bias_batch", "bias_head", "bias_row", "bias_key",
     ],
-    do_not_specialize_on_alignment=["ticket", "bits", "lists"],
+    do_not_specialize_on_alignment=["ticket", "bits", "lists", "blind", "stats"],
 )  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, sums, turns, ticket, records, bits, lists,
-    tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale,
-    score_scale, softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
+    blind, stats, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group,
+    scale, score_scale, softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
     bias_batch, bias_head, bias_row, bias_key, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """A persistent program. The parameters are those of `Inputs` and `Call`, the gradients, and a `Variant`."""
@@ -333,7 +333,7 @@ def backward_kernel(
         )
     call = Call(
         sums, turns, ticket, records, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right,
-        key_heads, group, scale, score_scale, softcap, mask, bias_place,
+        key_heads, group, scale, score_scale, softcap, mask, bias_place, blind, stats,
     )  # fmt: skip
     tiles_s = new_tiles(inputs, X)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, X.keys, X.rows], gl.NVMMASharedLayout(128, 16, 2))
@@ -341,7 +341,7 @@ def backward_kernel(
     kv_full, kv_empty = new_barriers(X.kv_stages, 1), new_barriers(X.kv_stages, 2)
     full, empty = new_barriers(X.stages, 2), new_barriers(X.stages, 2)  # q and grad_out; consumers
     cut = None
-    if X.masked:
+    if X.masked or X.bias_rows > 0:
         cut = new_barriers(1, 1)
     buffers = Buffers(*tiles_s, kv_full, kv_empty, full, empty, full, empty, cut, bias_s)  # type: ignore[call-arg]
     turn_barriers = Turns(new_barriers(X.stages, 1), new_barriers(X.stages, 1))

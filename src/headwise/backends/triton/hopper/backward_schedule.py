@@ -22,7 +22,14 @@ from headwise.backends.triton.hopper.gluon_names import (
     thread_barrier,
 )
 from headwise.backends.triton.hopper.mailbox import post, read, wait_empty, wait_full
-from headwise.backends.triton.hopper.mask_words import blank_unseen, entry_at, lists_of, seen_words, some_unseen
+from headwise.backends.triton.hopper.mask_words import (
+    blank_blind,
+    blank_unseen,
+    entry_at,
+    lists_of,
+    seen_words,
+    some_unseen,
+)
 from headwise.backends.triton.hopper.sequence_rows import load_rows
 from headwise.backends.triton.hopper.variants import Constants
 
@@ -82,6 +89,8 @@ class Call(NamedTuple):
     softcap: Any  # times log2(e)
     mask: Any  # a `Mask`, or None
     bias: Any  # where a tile's part of the bias lies: a `BiasPlace`, or None
+    blind: Any  # with a mask or a bias: has a block of queries some that see nothing?
+    stats: Any  # what ``Inputs.stats`` describes
 
 
 class BiasPlace(NamedTuple):
@@ -136,7 +145,7 @@ class Buffers(NamedTuple):
     q_empty: Any
     do_full: Any
     do_empty: Any
-    kv_cut: Any  # keys and values have arrived, some of which are to be zeroed; None without a mask
+    cut: Any  # what has arrived is to be zeroed in part; None without a mask or a bias
     bias: Any  # queries down; arrives with q, and its place is free when that of q is
 
 
@@ -234,16 +243,43 @@ def produce(inputs, buffers, mailbox, call, X: gl.constexpr):
                     stats_row = (q_head * call.all_blocks + tile.first_block + block) * 2
                     wait_empty(buffers.do_empty, step, X.stages)
                     arrived = buffers.do_full.index(stage)
-                    mbarrier.expect(arrived, BYTES)
+                    blind = False
+                    if X.masked or X.bias_rows > 0:
+                        blind = gl.load(call.blind + q_head * call.all_blocks + tile.first_block + block) != 0
+                        if blind:
+                            arrived = buffers.cut.index(0)
+                            wait_empty(buffers.q_empty, step, X.stages)
+                            mbarrier.expect(arrived, 2 * BYTES + BIAS_BYTES)
+                        else:
+                            mbarrier.expect(arrived, BYTES)
+                    else:
+                        mbarrier.expect(arrived, BYTES)
                     _load_queries(inputs.do, tile, q_head, block, arrived, buffers.do.index(stage), X)
                     load_tile(inputs.stats, [stats_row + 1, 0], arrived, buffers.delta.index(stage))
-                    wait_empty(buffers.q_empty, step, X.stages)
-                    arrived = buffers.q_full.index(stage)
-                    mbarrier.expect(arrived, BYTES + BIAS_BYTES)
+                    if X.masked or X.bias_rows > 0:
+                        if not blind:
+                            wait_empty(buffers.q_empty, step, X.stages)
+                            arrived = buffers.q_full.index(stage)
+                            mbarrier.expect(arrived, BYTES + BIAS_BYTES)
+                    else:
+                        wait_empty(buffers.q_empty, step, X.stages)
+                        arrived = buffers.q_full.index(stage)
+                        mbarrier.expect(arrived, BYTES + BIAS_BYTES)
                     if X.bias_rows > 0:
                         _load_bias(inputs.bias, call, tile, q_head, block, arrived, buffers.bias.index(stage), X)
                     _load_queries(inputs.q, tile, q_head, block, arrived, buffers.q.index(stage), X)
                     load_tile(inputs.stats, [stats_row, 0], arrived, buffers.lse.index(stage))
+                    if X.masked or X.bias_rows > 0:
+                        if blind:  # what they hold must not meet the products: zero times NaN is NaN
+                            mbarrier.wait(arrived, cuts & 1)
+                            cuts += 1
+                            lse = call.stats + stats_row.to(gl.int64) * BM
+                            blank_blind(buffers.q, stage, lse, BM, inputs.q.block_shape[-1])
+                            blank_blind(buffers.do, stage, lse, BM, inputs.q.block_shape[-1])
+                            fence_async_shared()
+                            thread_barrier()
+                            mbarrier.arrive(buffers.do_full.index(stage))
+                            mbarrier.arrive(buffers.q_full.index(stage))
                     # After the first q: these places may still be taken by the tile before.
                     if X.masked:
                         if step == first_step:
@@ -291,7 +327,7 @@ def _load_keys(inputs, buffers, tile, count, cuts, call, X: gl.constexpr):
         lists = lists_of(call.mask, tile.batch, tile.head * call.group)
         seen, half = seen_words(call.mask, lists, tile.number, X.keys)
         if some_unseen(seen, half, members, step, X.keys):
-            cut = buffers.kv_cut.index(0)
+            cut = buffers.cut.index(0)
             _copy_keys(inputs, tile, cut, k, v, X)
             mbarrier.wait(cut, cuts & 1)
             cuts += 1

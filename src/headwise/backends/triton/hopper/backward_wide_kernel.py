@@ -309,12 +309,12 @@ def _spread(buffers, handoff, mailbox, may_add, call, X: gl.constexpr):
         "group", "bits_batch", "bits_head", "bits_block", "bits_row", "lists_batch", "lists_head", "lists_tile", "seen_at",
         "bias_batch", "bias_head", "bias_row", "bias_key",
     ],
-    do_not_specialize_on_alignment=["ticket", "bits", "lists"],
+    do_not_specialize_on_alignment=["ticket", "bits", "lists", "blind", "stats"],
 )  # fmt: skip
 def wide_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, sums, turns, ticket, records, bits, lists,
-    tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale,
-    score_scale, softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
+    blind, stats, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group,
+    scale, score_scale, softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
     bias_batch, bias_head, bias_row, bias_key, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """A persistent program. The parameters are those of `Inputs` and `Call`, the gradients, and a `Variant`."""
@@ -328,7 +328,7 @@ def wide_backward_kernel(
         )
     call = Call(
         sums, turns, ticket, records, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right,
-        key_heads, group, scale, score_scale, softcap, mask, None,
+        key_heads, group, scale, score_scale, softcap, mask, None, blind, stats,
     )  # fmt: skip
     tiles_s = new_tiles(inputs, X)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [X.stages, X.keys, X.rows], gl.NVMMASharedLayout(128, 16, 2))
@@ -338,7 +338,7 @@ def wide_backward_kernel(
     q_full, q_empty = new_barriers(X.stages, 1), new_barriers(X.stages, 1)  # `weigh` is done with q before `derive` is
     do_full, do_empty = new_barriers(X.stages, 1), new_barriers(X.stages, 2)
     cut = None
-    if X.masked:
+    if X.masked or X.bias_rows > 0:
         cut = new_barriers(1, 1)
     buffers = Buffers(*tiles_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, cut, None)  # type: ignore[call-arg]
     handoff = Handoff(

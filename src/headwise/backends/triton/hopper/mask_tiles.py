@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise import layout
 from headwise.backends.triton.blocks import score_strides
+from headwise.backends.triton.hopper.coverage import unexpanded
 
 if TYPE_CHECKING:
     from headwise.backends.triton.gpu import Gpu
@@ -133,7 +133,7 @@ def _seen(
     for i in tl.static_range(DOWN // 64):
         for j in tl.static_range(ACROSS // 64):
             d, a = tile * (DOWN // 64) + i, block * (ACROSS // 64) + j
-            there = (d * 64 < down) & (a * 64 < across)
+            there = (d * 64 < down) & (a * 64 < across) & (block >= 0)
             at_d, at_a = (0 if ONE_DOWN else d), (block * 0 if ONE_ACROSS else a)
             state = tl.load(states + at_d * states_down + at_a, mask=there, other=2)
             some |= (state & 1) != 0
@@ -248,7 +248,7 @@ def packed_mask(
     keys_down: bool = False, upwards: bool = False,
 ) -> PackedMask:  # fmt: skip
     """Pack a mask that broadcasts to ``(B, H, queries, keys)``; ``tile``: down and across."""
-    mask = layout.four_dims(mask).view(torch.uint8)
+    mask = unexpanded(mask).view(torch.uint8)
     if keys_down:
         mask = mask.transpose(2, 3)
     m_b, m_h, m_d, m_a = score_strides(mask)
@@ -256,6 +256,9 @@ def packed_mask(
     (down, across), (left, right) = ((keys, queries) if keys_down else (queries, keys)), band
     one_down, one_across = own_down == 1, own_across == 1
     tiles, blocks = -(-down // tile[0]), -(-across // tile[1])
+    one_list = one_down and not keys_down and left < 0 and right < 0  # all tiles see the same
+    if one_list:
+        tiles = 1
     bits_block = own_down * 4
     bits_head = -(-own_across // 128) * bits_block
     states_down = -(-own_across // 64)
@@ -295,7 +298,7 @@ def packed_mask(
         return (step * heads if batch > 1 else 0), (step if heads > 1 else 0)
 
     steps_of_kernel = (
-        *per_head(bits_head), 0 if one_across else bits_block, 0 if one_down else 4, *per_head(lists_head), lists_tile,
-        seen_at,
+        *per_head(bits_head), 0 if one_across else bits_block, 0 if one_down else 4, *per_head(lists_head),
+        0 if one_list else lists_tile, seen_at,
     )  # fmt: skip
     return PackedMask(bits, lists, steps_of_kernel, one_across)
