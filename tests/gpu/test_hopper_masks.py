@@ -19,7 +19,7 @@ import headwise as hw
 from headwise.backends.triton import hopper
 from headwise.backends.triton.gpu import Gpu, facts
 from headwise.cases import attention
-from headwise.testing import Case, Maker, measure
+from headwise.testing import Case, Maker, maker_of, measure
 
 REPEATS = int(os.environ.get("HEADWISE_TEST_REPEATS", "10000"))
 
@@ -105,7 +105,7 @@ CALLS += [("sparse, per head", "window", 128), ("left padding", "causal", 128)]
 
 
 @pytest.mark.parametrize(("kind", "flags", "dim"), CALLS)
-@pytest.mark.parametrize("lengths", [(1000, 1133), (1100, 650)], ids=str)
+@pytest.mark.parametrize("lengths", [(1000, 1133), (1240, 1030)], ids=str)
 def test_within_the_budget(kind, flags, dim, lengths):
     assert_within_the_budget(lengths, d=dim, kind=kind, **FLAGS[flags])
 
@@ -133,10 +133,18 @@ def test_biases_within_the_budget(name, lengths):
     assert_within_the_budget(lengths, d=dim, kind=kind, bias=bias, bias_dtype=dtype, **FLAGS[flags])
 
 
+def assert_on_hopper(arguments):
+    """Both directions."""
+    x = {n: t.requires_grad_() if n in ("q", "k", "v") else t for n, t in arguments.items()}
+    note = hw.explain("attention", x.pop("q"), x.pop("k"), x.pop("v"), **x).note
+    assert note == "forward: the Hopper kernel; backward: the Hopper kernel", note
+
+
 def assert_within_the_budget(lengths, **params):
     params = {"b": 2, "hq": 8, "hk": 4, "sq": lengths[0], "sk": lengths[1], **params}
     case = Case(str(params), params)
     suite = dataclasses.replace(attention.SUITE, cases=(case,), make=make)
+    assert_on_hopper(make(maker_of(suite, case, torch.bfloat16, "cuda"), **params))
     errors = measure(suite, case, dtype=torch.bfloat16, device="cuda", backend="triton")
     bad = [str(e) for e in errors if not e.ok]
     assert not bad, bad
@@ -181,6 +189,8 @@ def test_queries_that_see_nothing_may_hold_nan(dim, biased, sink):
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_the_same_bits_every_time(dim, biased):
+    if biased and dim > 128:
+        pytest.skip("the Hopper kernels read a bias up to head dim 128")
     q, k, v, g = (normal(2, 8, 1504, dim, seed=s) for s in range(4))
     given = {"mask": documents(1504, 1504, 200, q.device) | (torch.arange(1504, device=q.device) % 5 == 0)}
     if biased:
