@@ -20,6 +20,7 @@ if not settings.triton_interpret:
 from headwise.backends.triton.gpu import KNOWN, Gpu, Interpreter
 from headwise.backends.triton.hopper.attention_backward import backward
 from headwise.backends.triton.hopper.coverage import backward_tile
+from headwise.backends.triton.hopper.mask_tiles import HEADER
 from headwise.ops.attention._arguments import Attention, AttentionBackward, Flags, Packing
 
 
@@ -64,16 +65,18 @@ def gradients(described, tensors, numbers, variant):
                     of_k[~seen] = of_v[~seen] = 0
                 sum_dk, sum_dv = torch.zeros_like(of_k), torch.zeros_like(of_v)
                 for head in range(key_head * group, key_head * group + group):
-                    blocks = [(block, None) for block in range(-(-rows // variant.rows))]
+                    blocks = [(block, None, True) for block in range(-(-rows // variant.rows))]
                     if variant.masked:
                         blocks = visited(lists, steps, batch, head, number)
-                    for block, rank in blocks:
+                    for block, rank, needs_mask in blocks:
                         row = torch.arange(block * variant.rows, min(block * variant.rows + variant.rows, rows))
                         distance = torch.arange(low, high) - (row[:, None] + keys - rows)
                         seen = (distance >= (-left if left >= 0 else -math.inf)) & (
                             distance <= (right if right >= 0 else math.inf)
                         )
-                        if variant.masked:
+                        if not needs_mask:
+                            seen[:] = True
+                        elif variant.masked:
                             seen &= unpacked(bits, steps, batch, head, low, high, row).T
                         elif not seen.any():
                             continue
@@ -98,10 +101,10 @@ def gradients(described, tensors, numbers, variant):
 
 
 def visited(lists, steps, batch, head, number):
-    """(block, rank) of a tile's list. The blocks that are seen whole are not distinguished: their bits are all set."""
+    """(block, rank, does it need the mask?) of a tile's list."""
     at = batch * steps[4] + head * steps[5] + number * steps[6]
-    count = int(lists[at] + lists[at + 1])
-    return [(int(x) & 0xFFFF, int(x) >> 16) for x in lists[at + 2 : at + 2 + count]]
+    entries = lists[at + HEADER : at + HEADER + int(lists[at])].tolist()
+    return [(x & 0x7FFF, x >> 16, x & 0x8000 != 0) for x in entries]
 
 
 def unpacked(bits, steps, batch, head, low, high, row):

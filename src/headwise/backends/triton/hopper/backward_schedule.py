@@ -151,17 +151,21 @@ class Buffers(NamedTuple):
 
 @gluon.jit
 def list_of(tile, member, call):
-    """``(list, blocks that need the mask, all blocks)`` of a tile and a query head of its key head."""
+    """``(list, blocks)`` of a tile and a query head of its key head."""
     lists = lists_of(call.mask, tile.batch, tile.head * call.group + member)
     at = lists + tile.number * call.mask.lists_tile
-    parts = gl.load(at)
-    return at, parts, parts + gl.load(at + 1)
+    return at, gl.load(at)
 
 
 @gluon.jit
 def block_and_rank(entry):
     """Of an entry of a list: a block of queries, and how many tiles add to it before this one."""
-    return entry & 0xFFFF, entry >> 16
+    return entry & 0x7FFF, entry >> 16
+
+
+@gluon.jit
+def needs_mask(entry):
+    return (entry & 0x8000) != 0
 
 
 @gluon.jit
@@ -234,7 +238,7 @@ def produce(inputs, buffers, mailbox, call, X: gl.constexpr):
                 q_head = tile.head * call.group + member
                 blocks = tile.end - tile.begin
                 if X.masked:
-                    list_at, _, blocks = list_of(tile, member, call)
+                    list_at, blocks = list_of(tile, member, call)
                 for i in range(0, blocks):
                     block = block_at(i, tile.begin, tile.end, X)
                     if X.masked:
@@ -419,7 +423,7 @@ def _tile_of(ticket, call, X: gl.constexpr):
         begin, end = ticket * 0, ticket * 0
         place = Tile(batch, head, 0, 0, 0, 0, number, 0, 0, 0, 0, 0, 0, 0)
         for member in range(0, call.group):
-            _, _, blocks = list_of(place, member, call)
+            _, blocks = list_of(place, member, call)
             end += blocks
     return Tile(
         batch, head, first_key, first_row, rows, keys, number, first_block, begin, end, whole_begin, whole_end, edge, poison
@@ -441,7 +445,7 @@ def await_turns(mailbox, turns, call, X: gl.constexpr):
             counters = _turn_counters(tile, member, call)
             blocks = tile.end - tile.begin
             if X.masked:
-                list_at, _, blocks = list_of(tile, member, call)
+                list_at, blocks = list_of(tile, member, call)
             for i in range(0, blocks):
                 block = block_at(i, tile.begin, tile.end, X)
                 if X.masked:
@@ -470,7 +474,7 @@ def pass_turns(mailbox, added, turns, call, X: gl.constexpr):
             counters = _turn_counters(tile, member, call)
             blocks = tile.end - tile.begin
             if X.masked:
-                list_at, _, blocks = list_of(tile, member, call)
+                list_at, blocks = list_of(tile, member, call)
             for i in range(0, blocks):
                 if X.masked:
                     block, rank = block_and_rank(entry_at(list_at, i))

@@ -43,6 +43,7 @@ from headwise.backends.triton.hopper.backward_schedule import (
     constants,
     is_first_at,
     list_of,
+    needs_mask,
     new_tiles,
     next_tile,
     pass_turns,
@@ -164,19 +165,19 @@ def _weigh_step(products, dv0, dv1, step, block, partly, words, more, buffers, h
 @gluon.jit
 def _weigh_list(products, dv0, dv1, step, past, member, buffers, handoff, tile, call, X: gl.constexpr):
     """The steps of one query head, with a mask."""
-    list_at, parts, blocks = list_of(tile, member, call)
+    list_at, blocks = list_of(tile, member, call)
     bits = bits_of(call.mask, tile.batch, tile.head * call.group + member)
     low = tile.number * X.keys
-    entry = gl.load(list_at + LIST_HEADER)
+    entry = gl.load(list_at + LIST_HEADER, mask=blocks > 0, other=0)
     after = gl.load(list_at + LIST_HEADER + 1, mask=blocks > 1, other=0)
-    coming = load_words(call.mask, bits, entry & 0xFFFF, low, tile.keys, parts > 0, _SCORES, 64, 64)
+    coming = load_words(call.mask, bits, entry & 0x7FFF, low, tile.keys, needs_mask(entry), _SCORES, 64, 64)
     for i in range(0, blocks):
-        block, words = entry & 0xFFFF, coming
+        block, partly, words = entry & 0x7FFF, needs_mask(entry), coming
         entry = after
         after = gl.load(list_at + LIST_HEADER + i + 2, mask=i + 2 < blocks, other=0)
-        coming = load_words(call.mask, bits, entry & 0xFFFF, low, tile.keys, i + 1 < parts, _SCORES, 64, 64)
+        coming = load_words(call.mask, bits, entry & 0x7FFF, low, tile.keys, needs_mask(entry), _SCORES, 64, 64)
         products, dv0, dv1 = _weigh_step(
-            products, dv0, dv1, step, block, i < parts, words, step + 1 < past, buffers, handoff, tile, call, X
+            products, dv0, dv1, step, block, partly, words, step + 1 < past, buffers, handoff, tile, call, X
         )
         step += 1
     return products, dv0, dv1, step
@@ -277,7 +278,7 @@ def _spread(buffers, handoff, mailbox, may_add, call, X: gl.constexpr):
             head_sums = call.sums + (q_head * call.all_blocks + tile.first_block) * (64 * X.dim)
             blocks = tile.end - tile.begin
             if X.masked:
-                list_at, _, blocks = list_of(tile, member, call)
+                list_at, blocks = list_of(tile, member, call)
             for i in range(0, blocks):
                 if X.masked:
                     block, rank = block_and_rank(entry_at(list_at, i))

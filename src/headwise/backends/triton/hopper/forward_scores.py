@@ -33,7 +33,8 @@ def biased(s, shared, blocks, call, C: gl.constexpr, S: gl.constexpr, X: gl.cons
             tile = tile.slice(C * ROWS, ROWS, dim=0)
         bias = tile.load(S).to(gl.float32)
         mbarrier.arrive(shared.bias.empty.index(at))
-        return s * call.logit_scale + bias * LOG2E
+        # A bias of -inf hides a NaN, as a mask does.
+        return gl.where(bias == -float("inf"), bias, s * call.logit_scale + bias * LOG2E)
     else:
         return s
 

@@ -7,9 +7,10 @@ Three things are made of a mask, none of them for more heads or batch entries th
              t being its number in a group of four lanes: they are bits 2j and 2j + 1 of word t. So every lane loads what
              it needs, and nothing else. Laid out by blocks of 128 columns, then rows: a warp reads 128 bytes in a row.
     states:  of every 64 × 64 scores: is some of them seen, are all?
-    lists:   of every tile: how many blocks need the mask, how many are seen whole; then their numbers, the former first.
-             Blocks of which nothing is seen are not there. Behind the lists of a head: which keys are seen by anybody, as
-             bits in the order of above. The others may hold NaN.
+    lists:   of every tile: the blocks that it sees. Those of which nothing is seen are not there. In the forward, how many
+             need the mask, how many are seen whole, and then the former first. In the backward, how many there are; they keep
+             their order, so that tiles that take turns follow each other through the blocks. Behind the lists of a head:
+             which keys are seen by anybody, as bits in the order of above. The others may hold NaN.
 """
 
 # ruff: noqa: SIM102  (constants have an `if` of their own)
@@ -172,8 +173,9 @@ def list_blocks(
     """The list of a tile (DOWN) of a head of the mask: the blocks (ACROSS) that it sees some of.
 
     An entry of the forward (keys across) is a block times two, plus one if nobody sees some of its keys; a tile that sees
-    nothing visits the first block. An entry of the backward is a block in the low 16 bits, above them how many tiles before
-    this one add to it. UPWARDS: the first blocks come first, and the last tiles are before the others.
+    nothing visits the first block. An entry of the backward is a block in the low 15 bits, then whether it needs the mask,
+    then how many tiles before this one add to it. UPWARDS: the first blocks come first, and the last tiles are before the
+    others.
     """
     program = tl.program_id(0)
     tile = program % tiles
@@ -189,7 +191,10 @@ def list_blocks(
             states, tile, block, down, across, offset, left, right, states_down, ONE_DOWN, ONE_ACROSS, KEYS_DOWN, HAS_LEFT,
             HAS_RIGHT, DOWN, ACROSS,
         )  # fmt: skip
-        in_part += tl.where(whole, 0, some.to(tl.int32))
+        if KEYS_DOWN:
+            in_part += some.to(tl.int32)
+        else:
+            in_part += tl.where(whole, 0, some.to(tl.int32))
     part_at, whole_at = tl.full((), 0, tl.int32), tl.sum(in_part, 0)
     parts = whole_at
     for first in range(0, blocks, CHUNK):
@@ -202,7 +207,10 @@ def list_blocks(
         )  # fmt: skip
         some &= block >= 0
         whole &= block >= 0
-        is_part, is_whole = tl.where(whole, 0, some.to(tl.int32)), whole.to(tl.int32)
+        needs_mask = tl.where(whole, 0, some.to(tl.int32))
+        if KEYS_DOWN:
+            whole = block < 0
+        is_part, is_whole = tl.where(whole, 0, some.to(tl.int32)), (whole & some).to(tl.int32)
         number = tl.where(whole, whole_at + tl.cumsum(is_whole, 0), part_at + tl.cumsum(is_part, 0)) - 1
         if KEYS_DOWN:
             rank = tl.zeros([CHUNK], tl.int32)
@@ -215,7 +223,7 @@ def list_blocks(
                     HAS_LEFT, HAS_RIGHT, DOWN, ACROSS,
                 )  # fmt: skip
                 rank += visits.to(tl.int32)
-            value = block | (rank << 16)
+            value = block | (needs_mask << 15) | (rank << 16)
         else:
             block_words = seen_words + (block * ACROSS // 128)[:, None] * 4 + tl.arange(0, 4)[None, :]
             words = tl.load(block_words, mask=some[:, None], other=-1)
