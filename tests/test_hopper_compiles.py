@@ -74,6 +74,7 @@ def test_a_call_that_tma_cannot_read_is_left_to_the_plain_kernel():
     assert recorded(forward, args, unaligned="sink")[0] is not None
     for name in "qkv":
         assert recorded(forward, args, unaligned=name) == (None, [], [])
+    assert recorded(forward, args._replace(bias=meta(4096, 4096)), unaligned="bias") == (None, [], [])
 
 
 @pytest.mark.parametrize(

@@ -254,8 +254,8 @@ def _consume(HALF: gl.constexpr, dk_desc, dv_desc, buffers, ds_s, mailbox, turns
                     list_at, blocks = list_of(tile, member, call)
                     bits = bits_of(call.mask, tile.batch, tile.head * call.group + member)
                     products, dk, dv, step = _walk_list(
-                        HALF, products, dk, dv, step, list_at, bits, blocks, past, place, head_sums, low, tile, buffers, ds_s,
-                        turns, call, X,
+                        HALF, products, dk, dv, step, list_at, bits, blocks, past, place, head_sums, low, tile, buffers,
+                        ds_s, turns, call, X,
                     )  # fmt: skip
                 elif X.has_left or X.upwards:
                     products, dk, dv, step = _walk(

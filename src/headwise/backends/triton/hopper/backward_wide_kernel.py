@@ -321,6 +321,7 @@ def wide_backward_kernel(
     """A persistent program. The parameters are those of `Inputs` and `Call`, the gradients, and a `Variant`."""
     X: gl.constexpr = constants(VARIANT)
     gl.static_assert(X.kv_stages == 1)
+    gl.static_assert(X.bias_rows == 0)  # there is no room for a bias
     inputs = Inputs(q_desc, k_desc, v_desc, do_desc, stats_desc, None)
     mask = None
     if X.masked:

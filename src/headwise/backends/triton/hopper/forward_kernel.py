@@ -530,6 +530,7 @@ def forward_kernel(
 ):  # fmt: skip
     """A persistent program. The parameters are those of `Inputs` and `Call`, the output, and a `Variant`."""
     X: gl.constexpr = constants(VARIANT)
+    gl.static_assert(not (X.masked and X.keys_first))  # values of the block above are found by counting
     inputs = Inputs(q0, q1, k0, k1, v0, v1, bias)
     mask = None
     if X.masked:

@@ -8,7 +8,7 @@ Three things are made of a mask, none of them for more heads or batch entries th
              it needs, and nothing else. Laid out by blocks of 128 columns, then rows: a warp reads 128 bytes in a row.
     states:  of every 64 × 64 scores: is some of them seen, are all?
     lists:   of every tile: the blocks that it sees. Those of which nothing is seen are not there. In the forward, how many
-             need the mask, how many are seen whole, and then the former first. In the backward, how many there are; they keep
+             need the mask, how many are seen whole, and the former first. In the backward, how many there are; they keep
              their order, so that tiles that take turns follow each other through the blocks. Behind the lists of a head:
              which keys are seen by anybody, as bits in the order of above. The others may hold NaN.
 """
