@@ -20,7 +20,7 @@ CALLS = [
     "64 dense causal", "64 dense window", "64 dense window cap", "128 dense full", "128 dense full any order",
     "128 dense causal", "128 dense causal grouped", "128 packed causal", "192 packed causal grouped", "256 dense full",
     "256 dense causal any order", "256 dense window cap", "64 mask full", "128 mask full", "256 mask causal",
-    "64 float32 bias full", "128 bias full", "128 bias of keys and mask window",
+    "128 bias full", "128 bias of keys and mask window",
 ]  # fmt: skip
 
 

@@ -44,8 +44,7 @@ def order_of(columns: Tensor) -> tuple[Tensor, Tensor]:
     return columns % 8 // 2, columns // 8 * 2 + columns % 2
 
 
-@pytest.mark.parametrize("window", [(None, None), (None, 0), (60, 3)], ids=str)
-@pytest.mark.parametrize("block", [128, 64])
+@pytest.mark.parametrize(("block", "window"), [(128, (None, None)), (64, (None, 0)), (128, (60, 3))])
 @pytest.mark.parametrize("name", MASKS)
 def test_bits_and_lists_of_a_forward(name, block, window):
     mask = MASKS[name]
