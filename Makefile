@@ -4,6 +4,7 @@ PYTHON ?= python3
 WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+RELEASE_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,15 +33,18 @@ TEST_PACKAGES := libvulkan1 mesa-vulkan-drivers chromium
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slow lint format readme system-packages clean
+.PHONY: help demo test test-all test-slow lint format readme hub-kernel system-packages clean
 
 help:
 	@echo "make demo     train a small transformer, let it speak, look at its attention  (DEMO_ARGS='--steps 100')"
 	@echo "make test     the test suite                 (WORKERS=2, PYTEST_ARGS='-k softmax')"
 	@echo "make test-all the same, then what is slow by nature"
+	@echo "make docs     build the site into build/site, strictly"
+	@echo "make release  build wheel and sdist, install each in a fresh environment and run its commands"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff reformat the code"
 	@echo "make readme   write the tables of README.md from headwise check and bench/results"
+	@echo "make hub-kernel lay the package out as a kernel of the Hugging Face Hub, in dist/hub-kernel"
 	@echo "make clean    remove the virtual environment and the caches"
 
 demo: $(STAMP)
@@ -71,6 +75,18 @@ test-slow: $(STAMP) $(NEWEST)/.installed
 	HEADWISE_WEBGPU_BINDING=$(ONE_HEAD) $(PYTEST) -k "webgpu and attention" tests/test_conformance.py
 	HEADWISE_WEBGPU_BINDING=$(ONE_ROW) $(PYTEST) -k "webgpu and not attention" tests/test_conformance.py
 
+.PHONY: docs release
+
+# Material says at every build that it will be followed by another program; that is no warning about these pages.
+docs: $(STAMP)
+	$(BIN)/python scripts/draw_grids.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "headwise: the site is in build/site"
+
+# Takes minutes: PyTorch is installed once for each. --brief: the sdist into the environment of the wheel, two ops.
+release: $(STAMP)
+	PYTHON=$(BIN)/python scripts/try-release $(RELEASE_ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -82,6 +98,9 @@ format: $(STAMP)
 
 readme: $(STAMP)
 	$(BIN)/python scripts/update_readme.py
+
+hub-kernel:
+	@$(PYTHON) scripts/hub_kernel.py
 
 system-packages:
 	@PYTHON=$(PYTHON) scripts/system-packages

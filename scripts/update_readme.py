@@ -1,7 +1,8 @@
-"""Write the tables of README.md anew, and those of docs that stand between such marks: from a run of the conformance cases
-here, those kept of other machines, and the benchmark results.
+"""Write the tables and the chart of README.md anew, and those of docs that stand between such marks: from a run of the
+conformance cases here, those kept of other machines, and the benchmark results.
 
     python scripts/update_readme.py            (or: make readme)
+    python scripts/update_readme.py --kept     from what is kept alone: runs nothing
 
 Nothing in these tables is written by hand: a cell is filled because its cases passed, a ratio stands there because it was
 measured, with the device named.
@@ -9,6 +10,7 @@ measured, with the device named.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import os
@@ -17,8 +19,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import speed_summary
+
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+SPEED_PAGE = ROOT / "docs" / "speed.md"
+CHART = ROOT / "docs" / "images" / "speed.svg"
 RESULTS = ROOT / "bench" / "results"
 HOPPER_PAGES = {"forward": "hopper-attention.md", "backward": "hopper-attention-backward.md"}
 
@@ -35,7 +41,7 @@ def ops_table(reports: list[dict]) -> str:
     lines += [
         "",
         "A tick: all cases of `headwise check`, forward and backward, in float32, float16 and bfloat16, are within their "
-        f"error budget. Run on: {where}.",
+        f"error budget. An empty cell: not run on that device yet. Run on: {where}.",
         *(f"{_machine(report)}: {report['note']}" for report in reports if "note" in report),
     ]
     return "\n".join(lines)
@@ -68,7 +74,7 @@ def _cell(result: dict | None) -> str:
     if result is None or not result["runs"]:
         return ""
     failed = len({failure["case"] for failure in result["failures"]})
-    return f"✓ {result['cases']} cases" if result["ok"] else f"✗ {failed} of {result['cases']} cases"
+    return f"✓ {result['cases']}" if result["ok"] else f"✗ {failed} of {result['cases']}"
 
 
 def speed_tables() -> str:
@@ -92,7 +98,7 @@ def _speed_table(path: Path, rows: list[dict[str, str]]) -> str:
     dates = sorted({row["date"][:10] for row in rows})
     lines = [
         f"**{device}**,{threads} PyTorch {first['torch']}, suite {first['suite']}, {dates[-1]}: how many times faster than "
-        f"the peer, lowest and highest over the cases of a group ([all rows]({path.relative_to(ROOT).as_posix()})).",
+        f"the peer, lowest and highest over the cases of a group ([all rows](../{path.relative_to(ROOT).as_posix()})).",
         "",
         "| Group | Direction | Against | Ratio | Targets met |",
         "| --- | --- | --- | --- | --- |",
@@ -138,7 +144,7 @@ def hopper_table(rows: list[dict[str, str]], direction: str) -> str:
     of = [row for row in rows if row["direction"] == direction and row["median_ms"]]
     peers = list(dict.fromkeys(row["contender"] for row in of if row["role"] == "peer"))
     lines = ["| | TFLOP/s | " + " | ".join(f"of {peer}" for peer in peers) + " |", "| --- " * (len(peers) + 2) + "|"]
-    for ours in (row for row in of if row["role"] == "ours"):
+    for ours in (row for row in of if row["role"] == "ours" and row["gflops_per_s"]):
         same = {row["contender"]: row for row in of if (row["group"], row["case"]) == (ours["group"], ours["case"])}
         ratios = [f"{float(same[peer]['ratio']):.2f}×" if peer in same else "" for peer in peers]
         name = f"{ours['group'].removeprefix('attention ')}, {ours['case']}"
@@ -168,12 +174,21 @@ def replace_section(text: str, name: str, body: str) -> str:
 
 
 def main() -> int:
-    check_this_machine()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kept", action="store_true", help="do not run the conformance cases here")
+    if not parser.parse_args().kept:
+        check_this_machine()
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("check-*.json"))]
+    rows = speed_summary.read(RESULTS)
+    speed_summary.chart(rows, CHART)
     text = README.read_text(encoding="utf-8")
     text = replace_section(text, "ops", ops_table(reports))
-    text = replace_section(text, "speed", speed_tables())
+    text = replace_section(text, "speed", speed_summary.table(rows))
     README.write_text(text, encoding="utf-8")
+    text = SPEED_PAGE.read_text(encoding="utf-8")
+    text = replace_section(text, "summary", speed_summary.table(rows))
+    text = replace_section(text, "speed", speed_tables())
+    SPEED_PAGE.write_text(text, encoding="utf-8")
     write_hopper_tables()
     return 0
 

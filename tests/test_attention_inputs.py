@@ -9,6 +9,7 @@ import torch
 from backends_under_test import DEVICE, RUNNABLE, verdict
 
 import headwise as hw
+from headwise.ops.attention import decode
 
 BACKENDS = [b for b in RUNNABLE if verdict("attention", b) is None]
 
@@ -173,3 +174,28 @@ def test_the_output_is_the_same_whatever_else_is_asked_for(backend, dtype):
         assert torch.equal(alone, with_gradient)
         normalised = hw.rms_norm(x, weight, backend=backend)
         assert torch.equal(normalised, hw.rms_norm(x.clone().requires_grad_(), weight, backend=backend))
+
+
+def test_values_are_found_in_the_keys_by_where_they_lie():
+    k = torch.randn(2, 1, 6, 40)
+    same = decode._is_part_of
+    assert same(k[..., :32], k)
+    assert not same(k, k)  # then they are read as any values are
+    for v in (k[..., 8:], k[..., :32].clone(), k[1:, ..., :32], k.clone()[..., :32]):
+        assert not same(v, k)
+    for x in (None, 3.0, torch.nn.Parameter(k)):
+        assert not same(x, k)
+    assert not same(*(torch.empty(2, 1, 6, n, device="meta") for n in (32, 40)))
+    assert not torch.func.vmap(lambda v, k: torch.tensor(same(v, k)))(k[..., :32], k).any()
+
+
+def test_heads_of_576_and_512(backend):
+    """The forward of absorbed latent attention, where a backend has it; the others say what they hold."""
+    q, k, v = (_normal(backend, *shape) for shape in ((1, 2, 20, 576), (1, 1, 70, 576), (1, 1, 70, 512)))
+    if backend == "triton":
+        with pytest.raises(ValueError, match="its kernels hold heads of at most 512, and this head dim is 576"):
+            hw.attention(q, k, v, causal=True, backend=backend)
+        return
+    out = hw.attention(q, k, v, causal=True, backend=backend)
+    truth = hw.reference.attention(*(x.double().cpu() for x in (q, k, v)), causal=True)[0]
+    torch.testing.assert_close(out.cpu(), truth.float(), atol=1e-5, rtol=1e-5)

@@ -29,7 +29,7 @@ from headwise.benchmark.case import (
 from headwise.benchmark.correctness import WholeCheck, oracle
 from headwise.benchmark.plot import save_ratios
 from headwise.benchmark.runner import run_case
-from headwise.benchmark.suites import SUITES, load, models
+from headwise.benchmark.suites import SUITES, load, models, transformers_models
 from headwise.benchmark.suites.attention import (
     QKV,
     Shape,
@@ -412,6 +412,16 @@ def test_a_training_step_of_a_model_is_checked_against_pytorch():
     result = run_case(case, replace(models.SUITE, device="cpu", dtype=torch.float32, backend="cpu"), ONCE)
     assert result.status == "ok", result.detail
     assert [v.outcome for v in result.verdicts if v.requirement == MemoryShare(0.6, models.TORCH)] != ["not judged"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("make", [transformers_models.training_step, transformers_models.decoding])
+def test_a_model_of_transformers_is_checked_against_pytorchs_attention(make):
+    case = make("tiny", transformers_models.TINY, 2, 40)
+    result = run_case(case, replace(models.SUITE, device="cpu", dtype=torch.float32, backend="cpu"), ONCE)
+    assert result.status == "ok", result.detail
+    assert not result.absent
+    assert {contender.name for contender in case.contenders()} == {"headwise", transformers_models.SDPA}
 
 
 def test_filter_takes_every_word():

@@ -71,7 +71,7 @@ def test_help(capsys, monkeypatch, command):
 
 @pytest.mark.parametrize("command", [*cli.COMMANDS, "explain attention", "explain softmax"])
 def test_a_command_that_is_used_wrongly_shows_its_own_usage(capsys, command):
-    said = refused(capsys, *command.split(), *["softmax"] * (command == "explain"), "--bad")
+    said = refused(capsys, *command.split(), *["softmax"] * (command in ("explain", "warm")), "--bad")
     assert said.startswith(f"usage: headwise {command} ")
     assert "unrecognized arguments: --bad" in said
 
@@ -147,7 +147,7 @@ def test_explain_every_op(capsys, op):
 
 
 def test_explain_describes_every_op_but_the_explicit_backward():
-    public = set(hw.__all__) - {"explain", "use_backend"}
+    public = set(hw.__all__) - {"explain", "use_backend", "warm"}
     assert set(explain.OPS) == {name for name in public if not name.endswith("_backward")}
 
 

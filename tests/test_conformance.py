@@ -80,8 +80,9 @@ def _parameters():
 
 # Calls whose gradients a backend refuses because of the head dim. Of every other call the gradients are compared.
 FORWARD_ONLY = {
-    ("triton", "attention_decode", "head dim 512"),
-    ("webgpu", "attention_decode", "head dim 512"),
+    (backend, "attention_decode", name)
+    for backend in ("triton", "webgpu")
+    for name in ("head dim 512", "latent", "latent, paged", "head dims 576 and 512 apart")
 }
 
 

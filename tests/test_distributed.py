@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import subprocess
 import sys
@@ -10,23 +12,37 @@ from pathlib import Path
 
 import pytest
 import torch
+from distributed_faults import GRACE, PHASES, TIMEOUT, WAYS
 
 from headwise import reference as oracle
 from headwise import testing
-from headwise.distributed.blocks import Options, Partial, Plan, pieces, reach
+from headwise.distributed import costs
+from headwise.distributed.blocks import Options, Partial, Plan, Region, Scores, pieces, reach
+from headwise.distributed.shards import Segment, segments
 from headwise.reference.attention import visible_keys
 
 RANK = Path(__file__).with_name("distributed_rank.py")
+MODELS = Path(__file__).with_name("distributed_models.py")
+FAULTS = Path(__file__).with_name("distributed_faults.py")
 SECONDS = 120
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_ranks_agree_with_the_oracle(ranks, tmp_path):
-    """`distributed_rank.main` in every process: attention with gradients, decoding, shards, refusals."""
-    logs = [tmp_path / f"rank{rank}" for rank in range(ranks)]
+    """`distributed_rank.main` in every process: attention with gradients, decoding, losses, shards, refusals, bytes."""
+    _run(ranks, tmp_path)
+
+
+@pytest.mark.slow
+def test_bytes_of_eight_ranks(tmp_path):
+    _run(8, tmp_path, "check_bytes")
+
+
+def _run(ranks, folder, *names, script=RANK):
+    logs = [folder / f"rank{rank}" for rank in range(ranks)]
     processes = []
     for rank, log in enumerate(logs):
-        command = [sys.executable, "-W", "error", str(RANK), str(rank), str(ranks), str(tmp_path / "meeting")]
+        command = [sys.executable, "-W", "error", str(script), str(rank), str(ranks), str(folder / "meeting"), *names]
         with log.open("w") as file:
             processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
     try:
@@ -38,6 +54,28 @@ def test_ranks_agree_with_the_oracle(ranks, tmp_path):
     said = "\n".join(f"--- rank {rank}\n{log.read_text()}" for rank, log in enumerate(logs))
     assert [process.returncode for process in processes] == [0] * ranks, said
     assert said.count("all checks ran") == ranks, said
+
+
+def test_models_over_ranks(tmp_path):
+    """`distributed_models`: headwise.nn and Transformers, DDP, FSDP2, checkpointing, torch.compile, DTensor."""
+    _run(2, tmp_path, script=MODELS)
+
+
+def test_a_lost_rank_is_an_error_on_the_others(tmp_path):
+    """Raised, killed with -9 or hanging, in every phase: no hang, no wrong number, one kind of error."""
+    command = [sys.executable, "-W", "error", str(FAULTS), str(tmp_path)]
+    begun = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert (done.returncode, done.stdout) == (0, "0 processes had to be killed\n"), done.stdout + done.stderr
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    expected = {(*phase, way, rank) for phase in PHASES for way in WAYS for rank in (0, 2)}
+    assert {(r["what"], r["phase"], r["way"], r["rank"]) for r in results} == expected
+    for result in results:
+        assert result["right"] == [True], result
+        assert result["error"].startswith("RankLostError: "), result
+        assert "got no answer in" in result["error"], result
+        assert result["seconds"] < TIMEOUT + GRACE, result
+    assert time.monotonic() - begun < SECONDS
 
 
 def _wait(processes):
@@ -53,56 +91,129 @@ def _wait(processes):
         time.sleep(0.1)
 
 
+def plan_of(ranks, queries, keys, layout, left, right, regions=None, packed=False, rank=0):
+    parts = (tuple(segments(total, r, ranks, layout) for r in range(ranks)) for total in (queries, keys))
+    whole = (Region(Segment(0, queries), Segment(0, keys)),)
+    return Plan(rank, *parts, left, right, whole if regions is None else regions, packed)
+
+
 def _random_plan(draw):
-    keys = draw.randrange(0, 30)
+    keys, queries = draw.randrange(0, 30), draw.randrange(0, 30)
     sides = [draw.choice([-1, 0, draw.randrange(12)]) for _ in range(2)]
-    return Plan(0, draw.randrange(1, 6), draw.randrange(0, 30), keys, draw.choice(["zigzag", "contiguous"]), *sides)
+    regions, packed = None, draw.random() < 0.4
+    if packed:
+        queries = keys
+        ends = sorted(draw.randrange(0, keys + 1) for _ in range(draw.randrange(1, 9)))
+        documents = [Segment(*pair) for pair in itertools.pairwise([0, *ends])]
+        regions = tuple(Region(document, document) for document in documents)
+    elif draw.random() < 0.5:
+        stop = draw.randrange(0, keys + 1)
+        regions = (Region(Segment(0, draw.randrange(0, queries + 1)), Segment(draw.randrange(0, stop + 1), stop)),)
+    layout = draw.choice(["zigzag", "contiguous"])
+    return plan_of(draw.randrange(1, 6), queries, keys, layout, *sides, regions, packed)
+
+
+def _sees(plan, i, j):
+    for queries, keys, *_ in plan.regions:
+        if queries.start <= i < queries.stop and keys.start <= j < keys.stop:
+            p = i + keys.stop - queries.stop
+            return (plan.left < 0 or j >= p - plan.left) and (plan.right < 0 or j <= p + plan.right)
+    return False
 
 
 def test_pieces_are_what_can_be_seen():
-    """Every visible pair of a query and a key is in one piece, and no other pair in any."""
+    """Every visible pair of a query and a key is in one piece, and no other pair in any; the cost model counts them."""
     draw = random.Random(0)
     for _ in range(600):
         plan = _random_plan(draw)
+        whole = 0
         for rank in range(plan.ranks):
-            queries = [p for a, b in plan.query_segments(rank) for p in range(a, b)]
+            queries = [i for a, b in plan.of_q[rank] for i in range(a, b)]
             for owner in range(plan.ranks):
-                keys = [j for a, b in plan.key_segments(owner) for j in range(a, b)]
+                keys = [j for a, b in plan.of_k[owner] for j in range(a, b)]
                 seen = torch.zeros(len(queries), len(keys), dtype=torch.int)
-                for rows, columns, (left, right) in pieces(plan, plan.query_segments(rank), plan.key_segments(owner)):
+                for _, rows, columns, of_keys, (left, right) in pieces(plan, plan.of_q[rank], plan.of_k[owner]):
                     part = seen[rows, columns]
                     part += visible_keys(
                         *part.shape, part.shape[0], 0, part.shape[1], -1 if left is None else left,
                         -1 if right is None else right, part.device,
                     )  # fmt: skip
                     assert all(side is None or side >= 0 for side in (left, right))
-                expected = [
-                    [(plan.left < 0 or j >= p - plan.left) and (plan.right < 0 or j <= p + plan.right) for j in keys]
-                    for p in queries
-                ]
+                    assert keys[columns] == list(range(of_keys.start, of_keys.stop))
+                expected = [[_sees(plan, i, j) for j in keys] for i in queries]
                 assert torch.equal(seen, torch.tensor(expected, dtype=torch.int).reshape(seen.shape)), plan
+                whole += int(seen.sum())
+        sizes = costs.Sizes(1, 1, 1, 8, 8, 4)
+        for method in ("ring", "gather"):
+            counted = [costs.cost(method, sizes, plan._replace(rank=r), False).pairs for r in range(plan.ranks)]
+            assert sum(counted) == whole, (method, plan)
 
 
 def test_blocks_go_no_further_than_they_are_seen():
-    assert reach(Plan(0, 4, 40, 40, "contiguous", 3, 0)) == (1, 1, 1, 0)
-    assert reach(Plan(0, 4, 40, 40, "contiguous", 12, 0)) == (2, 2, 1, 0)
-    assert reach(Plan(0, 4, 40, 40, "contiguous", -1, 0)) == (3, 2, 1, 0)
-    assert reach(Plan(0, 4, 40, 40, "zigzag", -1, 0)) == (3, 3, 3, 3)
-    assert reach(Plan(0, 4, 40, 40, "contiguous", 0, 0)) == (0, 0, 0, 0)
+    assert reach(plan_of(4, 40, 40, "contiguous", 3, 0)) == (1, 1, 1, 0)
+    assert reach(plan_of(4, 40, 40, "contiguous", 12, 0)) == (2, 2, 1, 0)
+    assert reach(plan_of(4, 40, 40, "contiguous", -1, 0)) == (3, 2, 1, 0)
+    assert reach(plan_of(4, 40, 40, "zigzag", -1, 0)) == (3, 3, 3, 3)
+    assert reach(plan_of(4, 40, 40, "contiguous", 0, 0)) == (0, 0, 0, 0)
+    documents = tuple(Region(s, s) for s in (Segment(0, 15), Segment(15, 20), Segment(20, 40)))
+    assert reach(plan_of(4, 40, 40, "contiguous", -1, 0, documents, packed=True)) == (1, 0, 1, 0)
+
+
+def test_the_cost_model_in_closed_form():
+    for ranks, method, gradient in itertools.product((2, 4, 8), costs.METHODS, (False, True)):
+        sizes = costs.Sizes(2, 8, 4, 16, 24, 2)
+        plan = plan_of(ranks, 64, 64, "zigzag", -1, 0)
+        assert costs.cost(method, sizes, plan, gradient) == costs.of_causal(method, sizes, 64, ranks, gradient)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 64])
+def test_zigzag_shards_of_causal_attention_are_balanced(ranks):
+    """Within 10 %; contiguous ones are not."""
+    for layout, balanced in (("zigzag", True), ("contiguous", False)):
+        plan = plan_of(ranks, 40 * ranks + 7, 40 * ranks + 7, layout, -1, 0)
+        sizes = costs.Sizes(1, 1, 1, 8, 8, 4)
+        pairs = [costs.cost("ring", sizes, plan._replace(rank=rank), False).pairs for rank in range(ranks)]
+        assert (max(pairs) <= 1.1 * sum(pairs) / ranks) == balanced
+
+
+def test_auto_chooses_by_cost():
+    """Few ranks with fast links gather; few key heads make the ring and the gather cheap, many the exchange of heads."""
+    plan = plan_of(8, 2**17, 2**17, "zigzag", -1, 0)
+    for machine, sizes, scores, best in (
+        (costs.NVLINK, costs.Sizes(1, 32, 32, 128, 128, 2), False, "ulysses"),
+        (costs.NVLINK, costs.Sizes(1, 32, 32, 128, 128, 2), True, "gather"),
+        (costs.NVLINK, costs.Sizes(1, 4, 1, 128, 128, 2), False, "gather"),
+        (costs.CPU, costs.Sizes(1, 4, 1, 64, 64, 4), False, "ring"),
+    ):
+        assert costs.choose(sizes, plan, machine, True, scores) == best, sizes
+    assert costs.choose(sizes, plan_of(1, 64, 64, "zigzag", -1, 0), costs.CPU, True) == "gather"
 
 
 def test_partial_results_are_float32():
     """Of bfloat16 inputs, over many blocks, before the one rounding at the end: as close as float32 attention is."""
     maker = testing.Maker(torch.bfloat16, torch.device("cpu"), 1)
     q, k, v = maker.normal(1, 4, 96, 16), maker.normal(1, 2, 96, 16), maker.normal(1, 2, 96, 16)
-    plan = Plan(0, 1, 96, 96, "contiguous", -1, 0)
-    partial = Partial(q, 16, None)
+    plan = plan_of(1, 96, 96, "contiguous", -1, 0)
+    partial = Partial(plan, q, 16, None, Scores(), Options(0.25, None, True, None), merges=True)
     for start in range(0, 96, 6):
-        block = (plan.key_segments(0)[0]._replace(start=start, stop=start + 6),)
-        todo = pieces(plan, plan.query_segments(0), block)
-        partial.add(todo, k[:, :, start : start + 6], v[:, :, start : start + 6], Options(0.25, None, True, None))
+        todo = pieces(plan, plan.of_q[0], (Segment(start, start + 6),))
+        partial.add(todo, k[:, :, start : start + 6], v[:, :, start : start + 6])
     truth, plain = (
         oracle.attention(*(x.to(to) for x in (q, k, v)), causal=True)[0] for to in (torch.float64, torch.float32)
     )
     error = testing.compare("out", partial.out, truth, plain)
     assert error.ok, error
+
+
+def test_the_bench_of_two_processes(tmp_path):
+    command = [
+        sys.executable, "-m", "headwise", "bench", "--suite", "distributed", "--quick", "--json", "--out", str(tmp_path)
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)["results"]
+    assert {row["method"] for row in results} == set(costs.METHODS)
+    for row in results:
+        assert abs(row["excess"]) <= 0.05, row
+        assert row["layout"] == "contiguous" or row["balance"] <= 1.1, row
+    assert len((tmp_path / "distributed-gloo.csv").read_text().splitlines()) == len(results) + 1

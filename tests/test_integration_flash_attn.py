@@ -111,8 +111,26 @@ def test_alibi_makes_no_square_bias(monkeypatch):
         return hw.attention(*args, **kwargs)
 
     monkeypatch.setattr("headwise.integrations.flash_attn._alibi.attention", attention)
-    flash_attn.flash_attn_func(*qkv(50, 60), alibi_slopes=slopes(2, 4))
-    assert [tuple(bias.shape) for bias in biases] == [(2, 4, 1, 60)] * 2
+    for options, count in (({}, 1), ({"causal": True}, 1), ({"window_size": (30, 20)}, 2)):
+        biases.clear()
+        flash_attn.flash_attn_func(*qkv(50, 60), alibi_slopes=slopes(2, 4), **options)
+        assert len(biases) == count
+        assert all(bias.untyped_storage().nbytes() <= 2 * 4 * (50 + 60) * bias.itemsize for bias in biases)
+
+
+def test_alibi_far_from_the_end_of_a_cache_is_as_exact_as_elsewhere():
+    """A bias of tens of thousands, counted from the far end of the cache, would leave two digits of the scores."""
+    keys, filled = 100_000, 300
+    q = normal(1, 3, 2, 8, dtype=torch.float32)
+    k, v = (normal(1, filled, 2, 8, seed=seed, dtype=torch.float32) for seed in (1, 2))
+    caches = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, keys - filled)) for x in (k, v)]
+    alibi, lengths = torch.tensor([0.3, 0.25]), torch.tensor([filled], dtype=torch.int32)
+    for causal in (False, True):
+        flags = {"causal": causal, "alibi_slopes": alibi}
+        wanted = written_out(q.double(), k.double(), v.double(), causal=causal, alibi=alibi)[0]
+        short = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **flags)
+        far = flash_attn.flash_attn_with_kvcache(q, *caches, cache_seqlens=lengths, **flags)
+        assert (far - wanted).abs().max() <= 2 * (short - wanted).abs().max() + 1e-7
 
 
 def test_packed_tensors():
@@ -147,12 +165,46 @@ def test_dropout_drops_what_the_probabilities_say():
         out, lse, signed = flash_attn.flash_attn_func(q, k, v, 0.4, return_attn_probs=True, **flags)
         _, wanted_lse, probs = written_out(q, k, v, **flags)
         same(lse, wanted_lse)
-        same(signed.abs(), probs)
-        kept = torch.where(signed < 0, 0.0, signed) / 0.6
+        largest = probs.amax(-1, keepdim=True)
+        same(signed.abs(), (probs / largest).nan_to_num())
+        kept = torch.where(signed < 0, 0.0, signed * largest) / 0.6
         assert {-1, 1} <= set(signed.sign().unique().tolist())
         same(out, torch.einsum("bhij,bjhd->bihd", kept, v), (v,))
-    with pytest.raises(NotImplementedError, match="alibi_slopes"):
-        flash_attn.flash_attn_func(q, k, v, 0.4, alibi_slopes=slopes(4), return_attn_probs=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_signed_probabilities_of_packed_batches_and_of_alibi(causal):
+    """The entries that a packed call drops, and one with ALiBi, are those that its signs show."""
+    of_q, of_k = LENGTHS[1]
+    cu_q, cu_k = cumulated(of_q), cumulated(of_k)
+    q, k, v = normal(sum(of_q), 4, 8), normal(sum(of_k), 2, 8, seed=1), normal(sum(of_k), 2, 8, seed=2)
+    for alibi in (None, slopes(4, 4)):
+        out, lse, signed = flash_attn.flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, max(of_q), max(of_k), 0.4, causal=causal, alibi_slopes=alibi, return_attn_probs=True
+        )
+        assert signed.shape == (4, 4, max(of_q), max(of_k))
+        for b, (queries, keys) in enumerate(zip(of_q, of_k, strict=True)):
+            rows, columns = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+            _, wanted_lse, probs = written_out(
+                q[None, rows],
+                k[None, columns],
+                v[None, columns],
+                causal=causal,
+                alibi=None if alibi is None else alibi[b],
+            )
+            same(lse[:, rows], wanted_lse[0])
+            largest = probs.amax(-1, keepdim=True)
+            of_b = signed[b, None, :, :queries, :keys]
+            same(of_b.abs(), (probs / largest).nan_to_num())
+            kept = torch.where(of_b < 0, 0.0, of_b * largest) / 0.6
+            same(out[rows], torch.einsum("bhij,bjhd->bihd", kept, v[None, columns].repeat_interleave(2, 2))[0])
+
+
+def test_windows_may_be_elements_of_a_tensor():
+    q, k, v = qkv(7, 7)
+    window = torch.tensor([2, 1])
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=window),
+                       flash_attn.flash_attn_func(q, k, v, window_size=(2, 1)))  # fmt: skip
 
 
 def test_dropout_with_alibi_drops_in_both_halves_and_keeps_the_mean():
@@ -241,8 +293,6 @@ def test_varlen_dropout():
     got = flash_attn.flash_attn_varlen_func(q, k, v, cu, cu, 5, 5, 0.3)
     torch.manual_seed(1)
     assert torch.equal(got, hw.attention_varlen(q, k, v, cu, cu, 5, 5, dropout=0.3, deterministic=False))
-    with pytest.raises(NotImplementedError, match="return_attn_probs"):
-        flash_attn.flash_attn_varlen_func(q, k, v, cu, cu, 5, 5, 0.3, return_attn_probs=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- padding
@@ -286,34 +336,6 @@ def rotated(x, positions, interleaved, pairs=3):
     turned = torch.complex(*parts) * turn
     head = torch.stack((turned.real, turned.imag), -1 if interleaved else -2).flatten(-2)
     return torch.cat((head, tail), -1)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_apply_rotary_emb(interleaved):
-    cos, sin = angles()
-    x = normal(2, 5, 3, 8, grad=True)
-    for offsets in (0, 4, torch.tensor([3, 11])):
-        at = (offsets[:, None] if isinstance(offsets, torch.Tensor) else offsets) + torch.arange(5)
-        wanted = rotated(x, at.expand(2, 5), interleaved)
-        same(apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offsets), wanted, (x,))
-        y = x.detach().clone()
-        assert apply_rotary_emb(y, cos, sin, interleaved, True, offsets) is y
-        same(y, wanted.detach())
-    packed = normal(7, 3, 8, grad=True)
-    for offsets in (2, torch.tensor([3, 11])):
-        first = offsets if isinstance(offsets, torch.Tensor) else torch.tensor([offsets, offsets])
-        at = torch.cat((first[0] + torch.arange(5), first[1] + torch.arange(2)))[None]
-        got = apply_rotary_emb(packed, cos, sin, interleaved, False, offsets, cumulated([5, 2]), 5)
-        same(got, rotated(packed[None], at, interleaved)[0], (packed,))
-
-
-def test_rotary_tables_of_16_bits():
-    cos, sin = (x.bfloat16() for x in angles())
-    x = normal(1, 5, 3, 8, dtype=torch.bfloat16)
-    got = apply_rotary_emb(x, cos, sin)
-    assert got.dtype == torch.bfloat16
-    wanted = hw.rope(x.transpose(1, 2), cos.float(), sin.float()).transpose(1, 2)
-    assert torch.equal(got, wanted)
 
 
 # ---------------------------------------------------------------------------------------------------------- caches

@@ -16,29 +16,32 @@ from transformers_models import BY_NAME, MODELS, NEW, Float64Throughout, build, 
 
 import headwise.integrations.transformers as adapter
 from headwise import testing
-from headwise.integrations import _lazy_logits, _patch_glu, _patch_norms
+from headwise.integrations import _lazy_logits, _patch_embedding, _patch_glu, _patch_norms, _patch_rope
 from headwise.integrations._lazy_logits import LazyLogits
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 
 # What is swapped in two layers of each, and what is refused ("no …").
 EXPECTED = {
-    "llama": {"rms_norm": 5, "glu, silu": 2, "loss": 1},
-    "qwen3": {"rms_norm": 9, "glu, silu": 2, "loss": 1},
-    "mistral": {"rms_norm": 5, "glu, silu": 2, "loss": 1},
-    "gemma2": {"rms_norm, 1 + weight": 9, "glu, gelu_tanh": 2, "loss": 1},
-    "gemma3": {"rms_norm, 1 + weight": 13, "glu, gelu_tanh": 2, "loss": 1},
-    "gpt_oss": {"rms_norm": 5, "no glu": 2, "loss": 1},
-    "deepseek_v3": {"rms_norm": 9, "glu, silu": 2, "no glu": 1, "loss": 1},
-    "bert": {"layer_norm": 6, "no loss": 1},
-    "modernbert": {"layer_norm": 6, "glu, gelu": 2, "loss": 1},
-    "t5": {"rms_norm": 12, "no loss": 1},
+    "llama": {"rms_norm": 5, "glu, silu": 2, "rope": 2, "embedding": 1, "loss": 1},
+    "qwen3": {"rms_norm": 9, "glu, silu": 2, "rope": 2, "embedding": 1, "loss": 1},
+    "mistral": {"rms_norm": 5, "glu, silu": 2, "rope": 2, "embedding": 1, "loss": 1},
+    "gemma2": {"rms_norm, 1 + weight": 9, "glu, gelu_tanh": 2, "rope": 2, "no embedding": 1, "loss": 1},
+    "gemma3": {"rms_norm, 1 + weight": 13, "glu, gelu_tanh": 2, "rope": 2, "no embedding": 1, "loss": 1},
+    "gpt_oss": {"rms_norm": 5, "no glu": 2, "rope": 2, "embedding": 1, "loss": 1},
+    "deepseek_v3": {"rms_norm": 9, "glu, silu": 2, "no glu": 1, "no rope": 2, "embedding": 1, "loss": 1},
+    "bert": {"layer_norm": 6, "embedding": 3, "loss": 1},
+    "modernbert": {"layer_norm": 6, "glu, gelu": 2, "rope": 2, "embedding": 1, "loss": 1},
+    "t5": {"rms_norm": 12, "embedding": 5, "loss": 1},
     "vit": {"layer_norm": 5},
-    "whisper": {"layer_norm": 12, "no loss": 1},
-    "gemma4": {"rms_norm": 15, "glu, gelu_tanh": 2, "loss": 1},
+    "whisper": {"layer_norm": 12, "embedding": 2, "no embedding": 1, "loss": 1},
+    "gemma4": {"rms_norm": 15, "glu, gelu_tanh": 2, "rope": 2, "no embedding": 1, "loss": 1},
 }
-if not NEW:  # each expert an MLP of its own
-    EXPECTED["deepseek_v3"] = {"rms_norm": 9, "glu, silu": 6, "loss": 1}
+# Calls of embedding in one forward pass: T5 has one table for two stacks, and reads its positions in each.
+LOOK_UPS = {"t5": 4}
+if not NEW:  # each expert an MLP of its own; Gemma 2 scales behind its embedding
+    EXPECTED["gemma2"] = {"rms_norm, 1 + weight": 9, "glu, gelu_tanh": 2, "rope": 2, "embedding": 1, "loss": 1}
+    EXPECTED["deepseek_v3"] = {"rms_norm": 9, "glu, silu": 6, "no rope": 2, "embedding": 1, "loss": 1}
 SOME = [BY_NAME[name] for name in ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "bert", "t5") if name in BY_NAME]
 WITH_LOSS = [model for model in SOME if "loss" in EXPECTED[model.name]]
 each = pytest.mark.parametrize("model", SOME, ids=lambda model: model.name)
@@ -62,6 +65,8 @@ def calls(monkeypatch):
     watch(_patch_norms, "rms_norm")
     watch(_patch_norms, "layer_norm")
     watch(_patch_glu, "glu")
+    watch(_patch_rope, "rope")
+    watch(_patch_embedding, "embedding")
     watch(_lazy_logits, "linear_cross_entropy")
     return counts
 
@@ -75,8 +80,11 @@ def attributes(model):
     return [(path, sorted(module.__dict__), module.training) for path, module in model.named_modules()]
 
 
+WITHOUT_DROPOUT = {"bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}}
+
+
 def models(model):
-    own, ours = build(model, "eager"), build(model, "eager")
+    own, ours = (build(model, "eager", **WITHOUT_DROPOUT.get(model.name, {})) for _ in range(2))
     adapter.patch(ours)
     return own, ours
 
@@ -105,7 +113,7 @@ def test_logits_and_gradients(model, calls):
     wanted = Counter()
     for what, count in EXPECTED[model.name].items():
         if what != "loss" and not what.startswith("no "):
-            wanted[what.split(",")[0]] += count
+            wanted[what.split(",")[0]] += LOOK_UPS.get(model.name, count) if what == "embedding" else count
     assert calls == wanted
 
 
@@ -162,7 +170,7 @@ def test_three_training_steps(model):
         truth = three_steps(in_float64(own))
     error = testing.compare("losses", three_steps(ours), truth, three_steps(own))
     assert error.ok, str(error)
-    assert truth[-1] < 0.98 * truth[0]
+    assert truth[-1] < 0.99 * truth[0]
 
 
 @each
@@ -188,7 +196,8 @@ def test_a_copy_computes_with_its_own_weights(calls):
             parameter.mul_(1.25)
     calls.clear()
     of_the_copy = copied(ids, labels=labels)
-    assert calls == {"rms_norm": 9, "glu": 2, "linear_cross_entropy": 1}
+    calls.pop("embedding", None)
+    assert calls == {"rms_norm": 9, "glu": 2, "rope": 2, "linear_cross_entropy": 1}
     assert torch.equal(ours(ids, labels=labels).loss, before.loss)
     unpatched = copy.deepcopy(copied)
     adapter.unpatch(unpatched)
@@ -206,6 +215,8 @@ def test_a_copy_computes_with_its_own_weights(calls):
 def test_pickled(calls):
     """A patched model comes back from a file as it was before the patch, and may be patched again."""
     own, ours = models(BY_NAME["llama"])
+    for module in (*own.modules(), *ours.modules()):
+        module.__dict__.pop("_kernel_funcs", None)  # of the package `kernels`: a local class, which nobody can pickle
     stored = io.BytesIO()
     torch.save(ours, stored)
     stored.seek(0)
@@ -216,7 +227,7 @@ def test_pickled(calls):
     assert counted(adapter.patch(loaded)) == EXPECTED["llama"]
     calls.clear()  # recognising calls them too
     loaded(tokens())
-    assert calls == {"rms_norm": 5, "glu": 2}
+    assert calls == {"rms_norm": 5, "glu": 2, "rope": 2, "embedding": 1}
     adapter.unpatch(loaded)
     assert attributes(loaded) == attributes(own)
 
@@ -385,10 +396,11 @@ def test_who_reads_logits_gets_them(model):
     assert torch.equal(output.logits.argmax(-1), expected.logits.argmax(-1))
     assert type(output.logits.softmax(-1)) is torch.Tensor
     output.logits.sum().backward()
-    assert ours.lm_head.weight.grad is not None
+    assert ours.get_output_embeddings().weight.grad is not None
     # Without labels, or not in training, there is nothing special about them.
-    for plain in (ours(ids).logits, ours.eval()(ids, labels=labels).logits):
-        assert type(plain) is torch.Tensor
+    assert type(ours.eval()(ids, labels=labels).logits) is torch.Tensor
+    unlabelled = {"decoder_input_ids": ids} if model.name == "t5" else {}
+    assert type(ours.train()(ids, **unlabelled).logits) is torch.Tensor
 
 
 def test_logits_read_after_the_step_are_refused():
@@ -495,7 +507,7 @@ def test_with_checkpoints_and_our_attention(calls):
     plain, _ = loss_and_gradients(own)
     calls.clear()
     results, _ = loss_and_gradients(ours)
-    assert calls == {"rms_norm": 9 + 8, "glu": 4, "linear_cross_entropy": 1}
+    assert calls == {"rms_norm": 9 + 8, "glu": 4, "rope": 4, "embedding": 1, "linear_cross_entropy": 1}
     assert not [str(e) for e in testing.compare_all(results, truth, plain) if not e.ok]
 
 
@@ -523,3 +535,5 @@ def test_compiled():
     assert len(graphs) == 1
     assert "headwise.rms_norm_forward" in graphs[0]
     assert "headwise.glu_forward" in graphs[0]
+    assert "headwise.rope_forward" in graphs[0]
+    assert "headwise.embedding_forward" in graphs[0]

@@ -217,6 +217,22 @@ def test_dropout_is_for_training():
     assert torch.equal(module(x), module(x))
 
 
+def test_the_unrotated_projection_is_not_kept_for_the_backward():
+    module = nn.Attention(48, 4, 2, 16, rotary=nn.RotaryEmbedding(16, 128))
+    projected, kept = [], []
+    module.qkv.register_forward_hook(lambda _module, _args, out: projected.append(out))
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x.untyped_storage().data_ptr())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        out = module(torch.randn(2, 40, 48))
+    assert kept
+    assert projected[0].untyped_storage().data_ptr() not in kept
+    out.sum().backward()
+
+
 def test_attention_that_cannot_be():
     with pytest.raises(ValueError, match="dim is 10; it needs a multiple of heads"):
         nn.Attention(10, 3)

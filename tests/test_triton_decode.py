@@ -103,6 +103,41 @@ def test_however_many_splits_a_program_has_the_bits_are_the_same(kept, monkeypat
             assert torch.equal(lse, results[0][1])
 
 
+def latent(heads=6, capacity=300, splits=4, batch=2, **others):
+    """Decoding whose values are the first 16 numbers of the keys, in the same memory; and where they are a copy."""
+    generator = torch.Generator().manual_seed(heads)
+    q, k = (torch.randn(*shape, 24, generator=generator).bfloat16() for shape in ((2, heads), (2, 1, capacity)))
+    lengths = torch.tensor([capacity, 37], dtype=torch.int32)
+    q, k, lengths = q[:batch], k[:batch], lengths[:batch]
+    values = k[..., :16]
+    return [
+        hw.attention_decode(q, k, v, lengths, num_splits=splits, return_lse=True, backend=backend, **others)
+        for v, backend in ((values, "triton"), (values.clone(), "triton"), (values, "cpu"))
+    ]
+
+
+@pytest.mark.parametrize("heads", [6, 40])
+def test_values_in_the_keys_are_read_with_them(kept, heads, monkeypatch):
+    """40 rows have a tile of 32 or 64, whose program has one split and no bundles."""
+    seen = []
+    launch = Interpreter.launch
+
+    def watched(self, kernel, grid, tensors, numbers=(), constants=(), **options):
+        if kernel is decode.decode_kernel:
+            seen.append((constants[0].BLOCK_REST, constants[0].SINGLE))
+        return launch(self, kernel, grid, tensors, numbers, constants, **options)
+
+    monkeypatch.setattr(Interpreter, "launch", watched)
+    (out, lse), (copied, copied_lse), (expected, expected_lse) = latent(heads)
+    assert seen == [(16, heads > 16), (0, False)]
+    for found, found_lse in ((out, lse), (copied, copied_lse)):
+        torch.testing.assert_close(found.float(), expected.float(), atol=2**-7, rtol=2**-7)
+        torch.testing.assert_close(found_lse, expected_lse, atol=1e-5, rtol=1e-5)
+    (alone, alone_lse), *_ = latent(heads, batch=1)
+    assert torch.equal(alone, out[:1])
+    assert torch.equal(alone_lse, lse[:1])
+
+
 def test_programs_have_as_many_splits_as_leave_enough_programs():
     assert [decode.splits_of_a_program(16, tiles, 132) for tiles in (8, 49, 50, 197, 198, 512)] == [1, 1, 4, 4, 16, 16]
     assert decode.splits_of_a_program(1, 8, 132) == 1

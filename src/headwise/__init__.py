@@ -6,6 +6,7 @@ from typing import Any as _Any
 
 from headwise.backends.registry import use_backend
 from headwise.ops._explain import explain
+from headwise.ops._warm import warm
 from headwise.ops.add_rms_norm import add_rms_norm, add_rms_norm_backward
 from headwise.ops.attention import (
     attention,
@@ -35,7 +36,7 @@ if _TYPE_CHECKING:
     from headwise import testing as testing
     from headwise import webgpu as webgpu
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "add_rms_norm",
@@ -68,6 +69,7 @@ __all__ = [
     "softmax_backward",
     "transpose",
     "use_backend",
+    "warm",
 ]
 
 # Imported when they are first used: `import headwise` imports torch alone.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -52,6 +53,7 @@ BACKENDS: tuple[Backend, ...] = (
 ARCHITECTURES = triton.ARCHITECTURES  # GPUs that `explain` answers for though they are not here
 META = "meta"  # in place of a backend: the tensors have no memory, and nothing is computed
 _NOT_SET = "not set"
+_plans = itertools.count()
 _WAYS_OUT = {"mps": ". On a Mac, x.cpu() runs on the CPU and headwise.webgpu.array(x.cpu()) on the GPU"}
 
 
@@ -62,6 +64,14 @@ class _Forced(threading.local):
         # Not attributes of the class: torch.compile would guard on their absence, which it ends by setting them.
         self.name: str | None = _NOT_SET
         self.describing = False
+        self.planned: Planned | None = None
+
+
+class Planned(NamedTuple):
+    """What calls on tensors without memory would run: the public calls, and every launcher with its arguments object."""
+
+    calls: list[Call]
+    launchers: list[tuple[str, Any]]
 
 
 forced = _Forced()
@@ -91,13 +101,24 @@ def describing() -> Iterator[None]:
 
 
 @contextmanager
+def planning() -> Iterator[Planned]:
+    """Within the block, calls of this thread on tensors of the meta device are written down, those of backwards as well."""
+    previous, forced.planned = forced.planned, Planned([], [])
+    try:
+        with settings.apart(f"planned {next(_plans)}"):  # a call that is known already is not looked at again
+            yield forced.planned
+    finally:
+        forced.planned = previous
+
+
+@contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
     """Within the block, every call of this thread that names no backend of its own uses ``name``.
 
     ``None`` is the automatic choice, even where ``HEADWISE_BACKEND`` says otherwise.
 
     >>> with hw.use_backend("cpu"):
-    ...     out = hw.attention(q, k, v)
+    ...     probs = hw.softmax(torch.randn(4, 64))
     """
     if name is not None:
         _find(name)
@@ -115,6 +136,8 @@ def choose(call: Call, backend: str | None) -> str:
     if name == _NOT_SET:
         name = settings.backend
     if call.device == META:
+        if forced.planned is not None:
+            forced.planned.calls.append(call)
         return META
     if name is not None:
         row = next((row for row in BACKENDS if row.name == name), None) or _find(name)
@@ -153,6 +176,18 @@ def verdict(row: Backend, call: Call) -> str | None:
         return f"it computes in {allowed}, not {str(call.dtype).removeprefix('torch.')}"
     reason: str | None = row.rules.supports(call)
     return reason
+
+
+def ahead_of_time(calls: Sequence[Call], arch: str | None) -> str:
+    """The module that compiles for these calls of a GPU; a ValueError where it does not run one of them."""
+    if arch is not None and arch not in ARCHITECTURES:
+        raise ValueError(f"warm: arch is {arch!r}; it needs to be one of {', '.join(ARCHITECTURES)}")
+    row = _find("triton")
+    for call in calls:
+        reason = verdict(row, call._replace(device="cuda", arch=arch))
+        if reason is not None:
+            raise Unsupported(f"warm: triton cannot run {call.op}: {reason}")
+    return f"{row.rules.__name__}.ahead_of_time"
 
 
 def note(name: str, call: Call, args: Any) -> str | None:

@@ -196,10 +196,11 @@ def _bind_all(result: CaseResult, sets: list[Arguments], maker: Maker) -> tuple[
         try:
             with scope():
                 calls = [_bind(case, contender, arguments, grads, i, maker) for i, arguments in enumerate(sets)]
-        except (ImportError, Absent) as error:
+        except Exception as error:  # packages fail to import in ways of their own
             if contender.name == OURS:
                 raise
-            result.absent[contender.name] = str(error)
+            expected = isinstance(error, ImportError | Absent)
+            result.absent[contender.name] = str(error) if expected else f"{type(error).__name__}: {error}"
             continue
         gradients = [f"grad of {name}" for name in case.differentiable]
         forward = list(case.outputs)

@@ -16,8 +16,9 @@ from headwise.testing import Arguments, Case, Maker, Outputs, Suite
 def make(
     maker: Maker, *, lengths: list[int], starts: list[int] | None = None, capacity: int = 0, page_size: int = 0,
     hq: int = 4, hk: int = 2, d: int = 64, dv: int | None = None, sq: int | None = None, layout: str = "bhsd",
-    sink: bool = False, **flags: Any,
+    sink: bool = False, latent: bool = False, **flags: Any,
 ) -> Arguments:  # fmt: skip
+    """latent: the values are the first dv numbers of the keys, in the same memory."""
     batch, dv = len(lengths), dv or d
     arguments: Arguments = {"q": maker.normal(batch, hq, d) if sq is None else maker.normal(batch, hq, sq, d), **flags}
     if page_size:
@@ -42,6 +43,8 @@ def make(
         if starts is not None:
             unused |= position < maker.tensor(starts, torch.int64)[:, None]
         unused = unused[:, None, :, None]
+    if latent:
+        v = k[..., :dv]
     arguments["k_cache"], arguments["v_cache"] = (x.masked_fill_(unused, torch.nan) for x in (k, v))
     arguments["lengths"] = maker.tensor(lengths, torch.int32)
     if starts is not None:
@@ -80,6 +83,14 @@ SUITE = Suite(
         Case("head dim 32, one key head", {"lengths": [70, 33], "capacity": 96, "hq": 4, "hk": 1, "d": 32}, QUICK),
         Case("head dim 8, one key head", {"lengths": [70, 33], "capacity": 96, "hq": 6, "hk": 1, "d": 8}, QUICK),
         Case("head dim 512", {"lengths": [70, 128], "capacity": 128, "d": 512}),
+        Case("latent", {"lengths": [70, 129], "capacity": 130, "hq": 20, "hk": 1, "d": 576, "dv": 512, "latent": True}),
+        Case("latent, paged", {"lengths": [70, 1], "page_size": 16, "hq": 4, "hk": 1, "d": 576, "dv": 512, "latent": True}),
+        Case(
+            "latent, narrow, speculative tokens",
+            {"lengths": [90, 3], "page_size": 8, "hq": 6, "hk": 1, "d": 40, "dv": 32, "sq": 3, "latent": True, "sink": True},
+            QUICK,
+        ),
+        Case("head dims 576 and 512 apart", {"lengths": [70, 33], "capacity": 96, "hk": 1, "d": 576, "dv": 512}),
         Case("paged", {"lengths": [100, 16, 0, 33], "page_size": 16}, QUICK),
         Case("paged, long", {"lengths": [2000, 1], "page_size": 64, "hq": 8, "hk": 2}),
         Case("paged, pages of 1", {"lengths": [5, 9], "page_size": 1}, QUICK),

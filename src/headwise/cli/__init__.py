@@ -1,4 +1,4 @@
-"""The command line: ``headwise env | explain | check | bench | tune | tour | demo | view | web | run``.
+"""The command line: ``headwise env | explain | check | bench | tune | warm | tour | demo | view | web | run``.
 
 One module per subcommand, each with ``add_arguments(parser)`` and ``run(args) -> int`` (the exit code). Only the module
 of the subcommand asked for is imported; its docstring is the description in its help.
@@ -26,6 +26,7 @@ COMMANDS = {
     "check": "run the conformance cases on this machine, against the error budget",
     "bench": "measure speed and memory against other implementations",
     "tune": "measure tile sizes on this GPU and write them to a table",
+    "warm": "compile the kernels of some calls before a run, on all cores",
     "tour": "a short tour of the ops, with their results",
     "demo": "train a small transformer, let it speak, and look at its attention",
     "view": "open the report of a demo",

@@ -1,5 +1,7 @@
 """``headwise bench``: ours against peers, measured in one run on results that were checked first.
 
+``headwise bench report`` draws one HTML page from the results, and with ``--base REV`` of what became slower since.
+
 A case whose result fails its error budget is refused: no time of it is reported, and the exit code is 1. A missed
 target is reported and does not change the exit code: a time depends on the machine. The protocol is in bench/README.md.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,17 +30,19 @@ from headwise.benchmark import report, roofs
 from headwise.benchmark.case import OURS, BenchCase, BenchSuite, concerned, matches
 from headwise.benchmark.runner import NOTHING_CROSSED, CaseResult, Measurement, Verdict, run_case
 from headwise.benchmark.suites import SUITES, load
-from headwise.cli import _terminal, env
+from headwise.cli import _bench_report, _terminal, env
 from headwise.ops._checks import short
 
 DEFAULT_FOLDER = Path("bench/results")
+DISTRIBUTED = "distributed"  # processes, not contenders: no case of the other suites
 _WIDE = 110  # columns of a terminal with room for the whole table
 _LEFT_OUT = ("20–80 %", "extra MiB")  # in narrower terminals
 _BRIEF_DIRECTION = {"forward": "fwd", "backward": "bwd", "forward+backward": "fwd+bwd"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--suite", default="cpu", help=f"one of: {', '.join(SUITES)} (default: cpu)")
+    _bench_report.add_arguments(parser)
+    parser.add_argument("--suite", default="cpu", help=f"one of: {', '.join((*SUITES, DISTRIBUTED))} (default: cpu)")
     parser.add_argument("--group", action="append", metavar="NAME", help="only this group (may be repeated)")
     parser.add_argument("--filter", metavar="TEXT", help="only cases whose name has every word of TEXT")
     parser.add_argument(
@@ -65,8 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.action == "report":
+        return _bench_report.write(args, args.out or DEFAULT_FOLDER)
+    if args.base is not None or args.page is not None:
+        raise _terminal.UsageError("--base and --page belong to headwise bench report")
     if args.plot_csv is not None:
         return _plot_again(args.plot_csv, args.out, args.json)
+    if args.suite == DISTRIBUTED:
+        return _distributed(args)
     suite = _suite(args)
     every_case = suite.cases(args.quick)
     cases = _chosen(every_case, args)
@@ -104,6 +115,39 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(r.status == "ok" for r in results) else 1
 
 
+def _distributed(args: argparse.Namespace) -> int:
+    """Groups of 2 and 4 processes on this machine."""
+    from headwise.benchmark import distributed
+
+    given = {"--group": args.group, "--filter": args.filter, "--without": args.without, "--threads": args.threads,
+             "--list": args.list, "--plot": args.plot}  # fmt: skip
+    for name, value in given.items():
+        if value:
+            raise _terminal.UsageError(f"{name} is not for --suite {DISTRIBUTED}")
+    rows = []
+    for ranks in (2,) if args.quick else (2, 4):
+        found, _ = distributed.measure(ranks, 256 if args.quick else 1024, args.repeats or (1 if args.quick else 5))
+        rows += found
+    device = f"{env._cpu_model()} ({os.cpu_count()} cores), gloo"
+    folder = args.out or (None if args.quick else DEFAULT_FOLDER)
+    if folder is not None:
+        distributed.write_csv(folder / "distributed-gloo.csv", rows, device)
+    if args.json:
+        _terminal.print_json({"device": device, "results": [{**asdict(row), "excess": row.excess} for row in rows]})
+    else:
+        table = _terminal.table("ranks", "method", "layout", "window", "direction", "MB sent", "over model", "balance",
+                                "MB held", "ms")  # fmt: skip
+        for row in rows:
+            table.add_row(
+                str(row.ranks), row.method, row.layout, str(row.window or ""), "fwd+bwd" if row.backward else "fwd",
+                f"{row.sent / 1e6:.2f}", f"{row.excess:+.1%}", f"{row.balance:.2f}", f"{row.memory / 1e6:.1f}",
+                f"{row.seconds * 1e3:.0f}",
+            )  # fmt: skip
+        _terminal.console().print(table)
+        _terminal.console().print(Text(f"{device}; the processes share the cores", "dim"))
+    return 0 if all(abs(row.excess) <= 0.05 for row in rows) else 1
+
+
 def _chosen(every_case: list[BenchCase], args: argparse.Namespace) -> list[BenchCase]:
     groups = list(dict.fromkeys(case.group for case in every_case))
     wanted = {name.lower() for name in args.group or groups}
@@ -122,7 +166,7 @@ def _chosen(every_case: list[BenchCase], args: argparse.Namespace) -> list[Bench
 
 def _suite(args: argparse.Namespace) -> BenchSuite:
     if args.suite not in SUITES:
-        raise _terminal.UsageError(f"--suite {args.suite} is not known; there are: {', '.join(SUITES)}")
+        raise _terminal.UsageError(f"--suite {args.suite} is not known; there are: {', '.join((*SUITES, DISTRIBUTED))}")
     if args.threads is not None and args.threads < 1:
         raise _terminal.UsageError(f"--threads {args.threads}: it needs at least 1")
     if args.repeats is not None and args.repeats < 1:

@@ -39,8 +39,10 @@ from headwise.demo.attention_sample import LENGTH, attention_sample, passage
 from headwise.demo.generate import check_decoding, generate
 from headwise.demo.model import Headwise, parameter_count
 from headwise.demo.plain import Plain
+from headwise.demo.ranks import NotLaunched, Ranks
 from headwise.demo.text import Text, TextError
 from headwise.demo.train import Diverged, Recipe, StopRequest, Training
+from headwise.distributed import RankLostError
 
 FAILED, INTERRUPTED = 1, 130
 DEFAULT_FOLDER = Path(record.DEFAULT_FOLDER)
@@ -73,14 +75,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=DEFAULT_FOLDER, metavar="DIR",
         help=f"where the report and the checkpoint go (default: {DEFAULT_FOLDER})",
     )  # fmt: skip
+    parser.add_argument(
+        "--context-parallel", type=int, metavar="N",
+        help="share every batch between N processes on CPUs, which torchrun has started",
+    )  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in DIR, with its options")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        return _run(args)
-    except (Failed, Diverged, checkpoints.CheckpointError) as error:
+        ranks = Ranks(args.context_parallel)
+    except NotLaunched as error:
+        raise _terminal.UsageError(str(error)) from error
+    try:
+        return _run(args, ranks)
+    except (Failed, Diverged, checkpoints.CheckpointError, RankLostError) as error:
         print(f"headwise demo: {error}", file=sys.stderr)
         return FAILED
     except (MemoryError, RuntimeError) as error:
@@ -92,20 +102,25 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return FAILED
+    finally:
+        ranks.close()
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     for package, purpose in _NEEDED.items():
         if importlib.util.find_spec(package) is None:
             raise _terminal.UsageError(f"its {purpose} need the package {package}: pip install 'headwise[demo]'")
-    backend = _backend(args.backend)
+    backend = "cpu" if ranks.group is not None and args.backend is None else _backend(args.backend)
+    if ranks.group is not None and backend != "cpu":
+        raise _terminal.UsageError(f"--context-parallel runs on CPUs, and --backend is {backend}")
     corpus = _corpus(args.text)
     kept = checkpoints.read(args.out / record.CHECKPOINT) if args.resume else None
     recipe = _recipe(args, kept, corpus)
     prompt = _prompt(args.prompt, corpus, recipe)
     _make_folder(args.out)
-    teller, stop = _Teller(quiet=args.json), StopRequest()
-    if kept is None:
+    leads = ranks.leads
+    teller, stop = _Teller(quiet=args.json or not leads), StopRequest()
+    if kept is None and leads:
         teller.setting_aside(checkpoints.set_aside(args.out / record.CHECKPOINT))
 
     device = next(row.devices[0] for row in BACKENDS if row.name == backend)
@@ -116,7 +131,11 @@ def _run(args: argparse.Namespace) -> int:
             training.seconds, training.tokens_per_second = kept.seconds, kept.tokens_per_second
         device_name = _device_name(backend)
         teller.beginning(training, device_name, kept, backend)
-        _train(training, backend, args.out, stop, teller)
+        with ranks.sharing(training):
+            name = training.computation.name
+            _train(training, backend, args.out, stop, teller, ranks)
+        if not leads:
+            return INTERRUPTED if stop else 0
         plain = None if stop else _train_plain(recipe, corpus, device, stop, teller)
         with teller.waiting("reading the text that was held out"):
             held_out_loss = training.held_out_loss()
@@ -135,7 +154,7 @@ def _run(args: argparse.Namespace) -> int:
             text=str(corpus),
             seconds=training.seconds,
             interrupted=training.step < recipe.steps,
-            curve=record.Curve(training.computation.name, training.losses, training.tokens_per_second),
+            curve=record.Curve(name, training.losses, training.tokens_per_second),
             plain=plain,
             prompt=prompt.decode(errors="replace"),
             generated=spoken.decode(errors="replace"),
@@ -258,21 +277,22 @@ def _threads(recipe: Recipe) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _train(training: Training, backend: str, folder: Path, stop: StopRequest, teller: _Teller) -> None:
+def _train(training: Training, backend: str, folder: Path, stop: StopRequest, teller: _Teller, ranks: Ranks) -> None:
     path = folder / record.CHECKPOINT
     saved_step, saved_at = training.step, time.monotonic()
 
     def after_step(now: Training) -> bool:
         nonlocal saved_step, saved_at
         teller.step(now)
-        if time.monotonic() - saved_at > _SECONDS_BETWEEN_CHECKPOINTS:
+        if ranks.leads and time.monotonic() - saved_at > _SECONDS_BETWEEN_CHECKPOINTS:
             checkpoints.write(now, backend, path)
             saved_step, saved_at = now.step, time.monotonic()
+        stop.wanted = ranks.any(stop.wanted)
         return bool(stop)
 
     with teller.training(training, training.recipe.steps):
         training.run(training.recipe.steps, after_step)
-    if training.step > saved_step:
+    if ranks.leads and training.step > saved_step:
         checkpoints.write(training, backend, path)
 
 

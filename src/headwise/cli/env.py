@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import os
 import platform
 import subprocess
@@ -52,9 +53,22 @@ def describe() -> dict[str, Any]:
         "gpus": _gpus(),
         "webgpu": _webgpu(),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "kernels": _compiled_kernels(),
         "backends": backends(),
         "settings": {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.init},
     }
+
+
+def _compiled_kernels() -> dict[str, Any] | None:
+    """Where Triton keeps what it compiled, and how much; None without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from headwise.backends.triton.private import cache_folder
+
+    folder = Path(cache_folder())
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    count = sum(path.suffix in (".cubin", ".hsaco") for path in files)
+    return {"folder": str(folder), "count": count, "bytes": sum(path.stat().st_size for path in files)}
 
 
 def _webgpu() -> dict[str, Any]:
@@ -103,6 +117,9 @@ def _print(facts: dict[str, Any]) -> None:
         about.add_row("webgpu", line)
     for name, version in facts["versions"].items():
         about.add_row(name, version or Text("not installed", "dim"))
+    kept = facts["kernels"]
+    if kept is not None:
+        about.add_row("compiled kernels", f"{kept['count']} · {_size(kept['bytes'])} · {kept['folder']}")
     for name, value in facts["settings"].items():
         if value:
             about.add_row("setting", f"{name} = {value}")

@@ -237,6 +237,16 @@ def run(args: argparse.Namespace) -> int:
     return 0 if explanation.chosen is not None else 1
 
 
+def call_of(words: list[str], prog: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """The op and the arguments of a call in the words of this command, for another one."""
+    parser = argparse.ArgumentParser(prog=prog, add_help=False)
+    add_arguments(parser)
+    args = parser.parse_args(words)
+    _fill_defaults(args)
+    inputs = Inputs(_terminal.dtype(args.dtype), args.gradient)
+    return args.op, *OPS[args.op].arguments(inputs, args)
+
+
 def _print(explanation: _explain.Explanation) -> None:
     console = _terminal.console()
     console.print(Text(explanation.headline(), "bold"))

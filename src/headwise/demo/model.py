@@ -12,8 +12,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from headwise.demo.packing import Batch
+from headwise.distributed import sum_gradients
 from headwise.nn import TransformerConfig, TransformerLM
 
 BYTES = 256
@@ -85,6 +87,10 @@ class Computation(Protocol):
         """The mean over the targets that are not IGNORED."""
         ...
 
+    def finish_gradients(self, model: TransformerLM) -> None:
+        """After a backward: what is missing in the gradients of the weights."""
+        ...
+
 
 @dataclass(frozen=True)
 class Headwise:
@@ -99,3 +105,20 @@ class Headwise:
     def loss(self, model: TransformerLM, batch: Batch) -> Tensor:
         loss: Tensor = model(batch.ids, batch.targets, packing=batch.packing)
         return loss
+
+    def finish_gradients(self, model: TransformerLM) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class ContextParallel(Headwise):
+    """The same, over the ranks of a group: the model is one that `headwise.distributed.context_parallel` has sharded."""
+
+    group: ProcessGroup
+
+    @property
+    def name(self) -> str:
+        return f"Headwise ({self.backend}, {self.group.size()} ranks)"
+
+    def finish_gradients(self, model: TransformerLM) -> None:
+        sum_gradients(model, self.group)

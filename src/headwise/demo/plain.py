@@ -26,6 +26,9 @@ class Plain:
     def loss(self, model: TransformerLM, batch: Batch) -> Tensor:
         return F.cross_entropy(logits(model, batch.ids, batch.packing), batch.targets, ignore_index=IGNORED)
 
+    def finish_gradients(self, model: TransformerLM) -> None:
+        pass
+
 
 def logits(model: TransformerLM, ids: Tensor, packing: Packing) -> Tensor:
     """(T, 256), in the dtype of the weights."""

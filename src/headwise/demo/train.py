@@ -119,6 +119,7 @@ class Training:
         loss = self.computation.loss(self.model, batch)
         self.optimizer.zero_grad()
         loss.backward()
+        self.computation.finish_gradients(self.model)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), _CLIP)
         self.optimizer.step()
         return loss.item()

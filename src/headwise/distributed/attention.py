@@ -1,97 +1,164 @@
-"""Attention over a sequence that is sharded over ranks, forward and backward.
+"""Attention over a sequence that is sharded over ranks, forward and backward: the public function and its checks.
 
-ring    the blocks of keys and values go round, one rank further at each step, the next on its way while one is computed;
-        partial results are merged by their log-sum-exp (Liu et al., "Ring Attention with Blockwise Transformers", 2023).
-        A block goes no further than the last rank that sees any of it.
-gather  every rank gets all keys and values at once: fewer, larger messages, more memory.
-
-In the backward the gradients of a block travel with it, in float32, and go home from the last rank that sees it; under
-gather they are summed by a reduce-scatter.
+`ring` and `ulysses` compute it, `costs` chooses between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from headwise import layout as memory
-from headwise.distributed.blocks import Gradients, Options, Partial, Plan, pieces, reach
-from headwise.distributed.groups import (
-    Description,
-    Exchange,
-    Group,
-    Peers,
-    agree,
-    flag_values,
-    gather,
-    peers_of,
-    sum_parts,
-)
-from headwise.distributed.shards import Segment, check_layout, total_length
+from headwise.distributed import costs, ring, ulysses
+from headwise.distributed.blocks import Options, Plan, Region, length_of
+from headwise.distributed.groups import Description, Group, Peers, agree, flag_values, peers_of
+from headwise.distributed.shards import Segment, check_layout, parts_of
 from headwise.ops import _checks
-from headwise.ops.attention import _arguments
+from headwise.ops.attention import _arguments, attention
 from headwise.ops.attention._arguments import Window
 from headwise.ops.attention.dense import LETTERS
 
-METHODS = ("ring", "gather")
+METHODS = ("auto", "ring", "gather", "ulysses")
 OP = "context_parallel_attention"
+LENGTHS = ("kv_lengths", "q_lengths", "kv_starts")
+SCORES = ("mask", "bias")
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # ranks talk about the call before it runs: a graph ends here
 def context_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, *, method: str = "ring", layout: str = "zigzag",
+    q: Tensor, k: Tensor, v: Tensor, group: Group, *, method: str = "auto", layout: str | None = None,
     causal: bool = False, window: Window = None, mask: Tensor | None = None, bias: Tensor | None = None,
     kv_lengths: Tensor | None = None, q_lengths: Tensor | None = None, kv_starts: Tensor | None = None,
-    scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None, dropout: float = 0,
-    dropout_seed: int | Tensor | None = None, deterministic: bool = True, return_lse: bool = False,
-    backend: str | None = None,
+    cu_seqlens: Tensor | None = None, scale: float | None = None, softcap: float | None = None,
+    sink: Tensor | None = None, dropout: float = 0, dropout_seed: int | Tensor | None = None,
+    deterministic: bool = True, return_lse: bool = False, backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` over the whole sequence, of which q, k and v are this rank's shards: this rank's rows of the result.
 
     group          a process group, or a DeviceMesh of one dimension
-    method         "ring": blocks of keys go round, two of them in memory; "gather": all keys on every rank
-    layout         how q, k and v are sharded, as in `shard`: "zigzag" or "contiguous"
-    other flags    as in `attention`, positions being those of the whole sequence; mask, bias, kv_lengths, q_lengths,
-                   kv_starts and dropout are not there yet
+    method         "ring": blocks of keys go round, two of them in memory; "gather": all keys on every rank; "ulysses": all
+                   of the sequence for some of the heads; "auto": the cheapest by `costs`
+    layout         how q, k and v are sharded, as in `shard`: "zigzag" or "contiguous". None: zigzag; of DTensors, contiguous
+    mask, bias     the rows of this rank's queries (or 1), the keys of the whole sequence (or 1)
+    kv_lengths, q_lengths, kv_starts   as in `attention`, of the whole sequence, the same on every rank
+    cu_seqlens     ``(documents + 1,)`` ints, the same on every rank: the sequence is documents end to end, which see nothing
+                   of each other; their borders may lie anywhere
+    other flags    as in `attention`, positions being those of the whole sequence; dropout is not there
+
+    q, k and v may be DTensors on a DeviceMesh of one dimension, sharded along dimension 2; so are the results then.
 
     Every rank of the group calls it, and calls backward, in the same order. Arguments that differ between ranks are refused
-    on all of them. The gradients of k and v come from the queries of all ranks; that of sink, as of every weight that all
-    ranks hold, from the rank's own queries: sum it over ranks. Differentiable once.
+    on all of them. The lengths and cu_seqlens are read on the host. The gradients of k and v come from the queries of all
+    ranks; that of sink, and of a bias that all queries share, from what the rank computed: sum it over ranks.
+    Differentiable once.
     """
+    if isinstance(q, DTensor):
+        arguments = {name: value for name, value in locals().items() if name not in ("q", "k", "v", "group", "layout")}
+        return _of_dtensors(q, k, v, group, layout or "contiguous", arguments)
+    layout = layout or "zigzag"
     peers = peers_of(OP, group)
-    missing = {
-        "mask": mask, "bias": bias, "kv_lengths": kv_lengths, "q_lengths": q_lengths, "kv_starts": kv_starts,
-        "dropout": dropout or None, "dropout_seed": dropout_seed,
-    }  # fmt: skip
+    scores = {"mask": mask, "bias": bias}
+    lengths = {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "kv_starts": kv_starts}
     flags: list[_arguments.Flags] = []
+    values: dict[str, tuple[int, ...]] = {}
 
     def check() -> Description:
-        for name, value in missing.items():
-            if value is not None:
-                raise NotImplementedError(f"{OP}: {name} is given, and it is not there yet across ranks")
+        if dropout or dropout_seed is not None:
+            raise NotImplementedError(
+                f"{OP}: dropout is {dropout!r} with dropout_seed {dropout_seed!r}, and dropout is not there across ranks: "
+                "kernels count the positions of a block from its own start; it needs dropout=0"
+            )
         flags.append(_check(q, k, v, sink, method, layout, return_lse, causal, window, scale, softcap, deterministic))
-        return _describe(q, k, v, sink, flags[0], method, layout, return_lse, backend)
+        _check_scores(q, scores)
+        values.update(_check_lengths(q, lengths, cu_seqlens))
+        if backend is not None:  # it may refuse: better here than in the middle of an exchange
+            with torch.no_grad():
+                attention(*(x[:1, :, :1].detach() for x in (q, k, v)), backend=backend)
+        return _describe(q, k, v, sink, scores, values, flags[0], method, layout, return_lse, backend)
 
-    lengths = agree(OP, peers, check)
-    of_q, of_k = (list(of) for of in zip(*lengths, strict=True))
+    told = agree(peers, check)
+    of_q, of_k = (parts_of(OP, name, [x[n] for x in told], layout) for n, name in ((0, "q"), (1, "k and v")))
+    regions = _regions(q.shape[0], length_of(of_q), length_of(of_k), values)
+    for n, name in enumerate(SCORES):
+        rows = [x[2 + n] for x in told]
+        if not all(row == 1 for row in rows) and rows != [x[0] for x in told]:
+            raise ValueError(
+                f"{OP}: {name} has {rows} rows on the ranks, whose queries are {[x[0] for x in told]}; it needs 1 on all of "
+                "them, or as many as their queries"
+            )
+    if q.shape[0] == 0:
+        nothing = q.new_zeros(*q.shape[:3], v.shape[3]) + (q.sum() + k.sum() + v.sum())
+        return (nothing, nothing.sum(-1).to(memory.statistics_dtype(q.dtype))) if return_lse else nothing
+    for name, x in scores.items():
+        if x is not None and _keys(x) not in (1, length_of(of_k)):
+            raise ValueError(
+                f"{OP}: {name} has shape {_checks.shape_of(x)}; its last dim needs the keys of the whole sequence, "
+                f"{length_of(of_k)}, or 1"
+            )
     plan = Plan(
-        peers.rank, peers.ranks, total_length(OP, "q", of_q, layout), total_length(OP, "k and v", of_k, layout), layout,
-        flags[0].left, flags[0].right,
+        peers.rank, of_q, of_k, flags[0].left, flags[0].right, regions, packed=cu_seqlens is not None
     )  # fmt: skip
     options = Options(flags[0].scale, flags[0].softcap or None, flags[0].deterministic, backend)
-    out, lse = _Attention.apply(q, k, v, sink, _Call(peers, plan, options, method, tuple(of_k)))
-    return (out, lse) if return_lse else out
+    if method == "auto":  # as for training: a forward without gradients may be computed again with them
+        scored = any(x is not None for x in scores.values())
+        method = costs.choose(costs.Sizes.of(q, k, v), plan, costs.machine_of(q.device), True, scored)
+    call = ring.Call(peers, plan, options, method)
+    if method == "ulysses":
+        given = {name: x for name, x in lengths.items() if x is not None}
+        # One rank alone may have a single query: what all of them say decides.
+        sharded = {name: all(x[2 + n] == x[0] for x in told) for n, name in enumerate(SCORES)}
+        out, lse = ulysses.attend(call, q, k, v, mask, bias, sink, given, cu_seqlens, return_lse, sharded)
+    else:
+        out, lse = ring.attend(call, q, k, v, mask, bias, sink)
+    if return_lse:
+        assert lse is not None
+        return out, lse
+    return out
 
 
-class _Call(NamedTuple):
-    peers: Peers
-    plan: Plan
-    options: Options
-    method: str
-    key_lengths: tuple[int, ...]  # of the shard of every rank
+def _of_dtensors(
+    q: DTensor, k: Any, v: Any, group: Group, layout: str, arguments: dict[str, Any]
+) -> Tensor | tuple[Tensor, Tensor]:
+    mesh = q.device_mesh
+
+    def check() -> Description:
+        _check_dtensors(q, k, v, group, arguments)
+        return Description({"kind of tensor": "DTensor"}, ())
+
+    agree(peers_of(OP, mesh if mesh.ndim == 1 else group), check)
+    for name, x in arguments.items():
+        if isinstance(x, DTensor):  # its gradient is a part on every rank
+            arguments[name] = x.to_local(grad_placements=(Partial(),))
+    local = (x.to_local() for x in (q, k, v))
+    found = context_parallel_attention(*local, mesh, layout=layout, **arguments)
+    shape = (*q.shape[:3], v.shape[3])
+
+    def whole(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(x.contiguous(), mesh, (Shard(2),), shape=torch.Size(shape), stride=stride)
+
+    return (whole(found[0], shape), whole(found[1], shape[:3])) if isinstance(found, tuple) else whole(found, shape)
+
+
+def _check_dtensors(q: DTensor, k: Any, v: Any, group: Group, arguments: dict[str, Any]) -> None:
+    mesh = q.device_mesh
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, DTensor):
+            raise TypeError(f"{OP}: q is a DTensor and {name} is {type(x).__name__}; q, k and v need to be of one kind")
+        if x.device_mesh != mesh or mesh.ndim != 1 or tuple(x.placements) != (Shard(2),):
+            raise ValueError(
+                f"{OP}: {name} is a DTensor with placements {x.placements} on {x.device_mesh}; it needs (Shard(2),) on the "
+                "one-dimensional DeviceMesh of q"
+            )
+    if peers_of(OP, group).group is not mesh.get_group():
+        raise ValueError(f"{OP}: group is {group!r} and q lies on {mesh}; they need to be the same")
+    for name, x in arguments.items():
+        if isinstance(x, DTensor) and tuple(x.placements) != (Replicate(),):
+            raise ValueError(f"{OP}: {name} is a DTensor with placements {x.placements}; it needs (Replicate(),)")
 
 
 def _check(
@@ -111,143 +178,94 @@ def _check(
     return _arguments.flags(OP, q, causal, window, scale, softcap, deterministic)
 
 
+def _keys(x: Tensor) -> int:
+    return x.shape[-1] if x.dim() else 1
+
+
+def _rows(x: Tensor | None) -> int:
+    return 1 if x is None or x.dim() < 2 else x.shape[-2]
+
+
+def _check_scores(q: Tensor, scores: dict[str, Tensor | None]) -> None:
+    for name, x in scores.items():
+        if isinstance(x, Tensor):  # its keys are looked at when the ranks have told their lengths
+            _arguments.per_score(OP, name, x, (*q.shape[:3], _keys(x)), q)
+        elif x is not None:
+            _checks.tensor(OP, name, x)
+
+
+def _check_lengths(q: Tensor, lengths: dict[str, Tensor | None], cu_seqlens: Any) -> dict[str, tuple[int, ...]]:
+    """The values, on the host."""
+    for name, x in lengths.items():
+        _arguments.per_batch(OP, name, x, q, q.shape[0])
+    found = {name: tuple(x.tolist()) for name, x in lengths.items() if x is not None}
+    if cu_seqlens is not None:
+        if found:
+            raise ValueError(f"{OP}: cu_seqlens and {', '.join(found)} are given; it takes one of them")
+        _checks.integer(OP, "cu_seqlens", cu_seqlens)
+        _checks.dims(OP, "cu_seqlens", cu_seqlens, 1, "(documents + 1,)")
+        _checks.same_device(OP, "cu_seqlens", cu_seqlens, "q", q)
+        found["cu_seqlens"] = tuple(cu_seqlens.tolist())
+    return found
+
+
+def _regions(batch: int, queries: int, keys: int, values: dict[str, tuple[int, ...]]) -> tuple[Region, ...]:
+    """What sees what. The same on every rank, as are the errors."""
+    for name, most in (("kv_lengths", keys), ("q_lengths", queries), ("kv_starts", keys)):
+        for index, value in enumerate(values.get(name, ())):
+            if not 0 <= value <= most:
+                raise ValueError(f"{OP}: {name}[{index}] is {value}; it needs to be from 0 to {most}")
+    if "cu_seqlens" in values:
+        offsets = values["cu_seqlens"]
+        if queries != keys:
+            raise ValueError(
+                f"{OP}: cu_seqlens is given with {queries} queries and {keys} keys; they need to be as many"
+            )
+        if not offsets or offsets[0] != 0 or list(offsets) != sorted(offsets) or offsets[-1] > keys:
+            raise ValueError(
+                f"{OP}: cu_seqlens is {list(offsets)}; it needs 0, then where each document ends, {keys} at most"
+            )
+        documents = (Segment(*ends) for ends in itertools.pairwise(offsets))
+        return tuple(Region(document, document) for document in documents)
+    if not values:
+        return (Region(Segment(0, queries), Segment(0, keys)),)
+    whole = {"kv_lengths": (keys,) * batch, "q_lengths": (queries,) * batch, "kv_starts": (0,) * batch}
+    entries = list(zip(*({**whole, **values}[name] for name in LENGTHS), strict=True))
+    regions: list[Region] = []
+    for entry, (stop, rows, start) in enumerate(entries):
+        if entry and entries[entry - 1] == entries[entry]:  # one call for both
+            regions[-1] = regions[-1]._replace(past=entry + 1)
+        else:
+            regions.append(Region(Segment(0, rows), Segment(min(start, stop), stop), entry, entry + 1))
+    return tuple(regions)
+
+
 def _describe(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, flags: _arguments.Flags, method: str, layout: str,
-    return_lse: bool, backend: str | None,
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scores: dict[str, Tensor | None],
+    values: dict[str, tuple[int, ...]], flags: _arguments.Flags, method: str, layout: str, return_lse: bool,
+    backend: str | None,
 ) -> Description:  # fmt: skip
-    differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink))
-    same = {
+    tensors = {"q": q, "k": k, "v": v, "sink": sink, "bias": scores["bias"]}
+    enabled = torch.is_grad_enabled()
+    needed = tuple(name for name, x in tensors.items() if enabled and x is not None and x.requires_grad)
+    same: dict[str, Any] = {
         "B, Hq, D": (*q.shape[:2], q.shape[3]), "Hk, Dv": (k.shape[1], v.shape[3]), "dtype": str(q.dtype),
         "device": q.device.type, "sink": None if sink is None else str(sink.dtype), "method": method, "layout": layout,
-        "return_lse": return_lse, "backend": backend, "that a gradient is needed": differentiated, **flag_values(flags),
+        "return_lse": return_lse, "backend": backend, "tensors that need a gradient": needed, **flag_values(flags),
+        **{f"shape of {name} without its rows": _without_rows(x) for name, x in scores.items()},
+        **{name: values.get(name) for name in (*LENGTHS, "cu_seqlens")},
     }  # fmt: skip
-    return Description(same, (q.shape[2], k.shape[2]))
+    return Description(same, (q.shape[2], k.shape[2], *(_rows(scores[name]) for name in SCORES)))
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
-        partial = Partial(q, v.shape[3], sink)
-        queries = call.plan.query_segments(call.plan.rank)
-        for keys, block in _blocks(call, k, v):
-            partial.add(pieces(call.plan, queries, keys), *_parted(block, k, v), call.options)
-        out = memory.empty_like_heads(q, v.shape[3]).copy_(partial.out)
-        ctx.save_for_backward(q, k, v, sink, out, partial.lse)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return out, partial.lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sink, out, lse = ctx.saved_tensors
-        gradients = Gradients(q, out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse)
-        run = _ring_backward if ctx.call.method == "ring" else _gather_backward
-        dk, dv = _parted(run(ctx.call, k, v, gradients), k, v)
-        dsink = gradients.of_sink(sink) if sink is not None and ctx.needs_input_grad[3] else None
-        return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None
+class _Shape(NamedTuple):
+    dtype: str
+    leading: tuple[int, ...]
+    keys: int
 
 
-# A block is k and v (or their gradients) as one flat tensor: one message.
+def _without_rows(x: Tensor | None) -> _Shape | None:
+    return None if x is None else _Shape(str(x.dtype), tuple(x.shape[:-2]), _keys(x))
 
 
-def _joined(k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat([k.detach().reshape(-1), v.detach().reshape(-1)])
-
-
-def _parted(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v of a block of any length; the given ones say the other dimensions."""
-    batch, heads, _, head_dim = k.shape
-    value_dim = v.shape[3]
-    length = block.numel() // max(batch * heads * (head_dim + value_dim), 1)
-    sizes = [batch * heads * length * dim for dim in (head_dim, value_dim)]
-    of_k, of_v = block.split(sizes)
-    return of_k.view(batch, heads, length, head_dim), of_v.view(batch, heads, length, value_dim)
-
-
-def _block_sizes(call: _Call, k: Tensor, v: Tensor) -> list[int]:
-    return [k.shape[0] * k.shape[1] * length * (k.shape[3] + v.shape[3]) for length in call.key_lengths]
-
-
-def _blocks(call: _Call, k: Tensor, v: Tensor) -> Iterator[tuple[tuple[Segment, ...], Tensor]]:
-    """Blocks of keys and where they lie, every key in one of them."""
-    if call.method == "gather":
-        yield (Segment(0, call.plan.keys),), _gathered(call, k, v)
-        return
-    for owner, block in _ring(call, k, v):
-        yield call.plan.key_segments(owner), block
-
-
-def _gathered(call: _Call, k: Tensor, v: Tensor) -> Tensor:
-    """All keys and values in the order of the sequence."""
-    parts = gather(call.peers, _joined(k, v), _block_sizes(call, k, v))
-    whole = k.new_empty(k.shape[0] * k.shape[1] * call.plan.keys * (k.shape[3] + v.shape[3]))
-    for owner, part in enumerate(parts):
-        for source, target in zip(_parted(part, k, v), _parted(whole, k, v), strict=True):
-            row = 0
-            for start, stop in call.plan.key_segments(owner):
-                target[:, :, start:stop] = source[:, :, row : row + stop - start]
-                row += stop - start
-    return whole
-
-
-def _ring(call: _Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The owner and the block of every step; a block sets out for the next rank before it is given to the caller.
-
-    A block that nobody from here on sees does not arrive: it is empty, and `pieces` has nothing to do with it.
-    """
-    (rank, ranks), far, sizes = call.plan[:2], reach(call.plan), _block_sizes(call, k, v)
-    block = _joined(k, v)
-    for step in range(ranks):
-        owner, coming = (rank - step) % ranks, (rank - step - 1) % ranks
-        exchange, following = Exchange(call.peers), block.new_empty(0)
-        if far[owner] > step:
-            exchange.send(block, rank + 1)
-        if far[coming] > step:
-            following = exchange.receive(block, sizes[coming], rank - 1)
-        exchange.start()
-        yield owner, block
-        exchange.wait()
-        block = following
-
-
-def _ring_backward(call: _Call, k: Tensor, v: Tensor, gradients: Gradients) -> Tensor:
-    """The gradient of this rank's block. Each rank adds its term to what comes with a block and passes the sum on."""
-    (rank, ranks), far, sizes = call.plan[:2], reach(call.plan), _block_sizes(call, k, v)
-    queries, nothing = call.plan.query_segments(rank), gradients.dq.new_zeros(0)
-    exchange, arriving, home = Exchange(call.peers), nothing, nothing
-    for step, (owner, block) in enumerate(_ring(call, k, v)):
-        here = far[owner] >= step
-        own = nothing.new_zeros(sizes[owner] if here else 0)
-        todo = pieces(call.plan, queries, call.plan.key_segments(owner))
-        if here:
-            gradients.add(todo, *_parted(block, k, v), *_parted(own, k, v), call.options)
-        exchange.wait()
-        total = arriving + own if here and step else own
-        # Sums on their way and sums that are done leave in one batch, in which every rank takes part at every step: a send
-        # never waits for a receive that comes after a later step.
-        exchange, arriving, coming = Exchange(call.peers), nothing, (rank - step - 1) % ranks
-        if far[owner] > step:
-            exchange.send(total, rank + 1)
-        elif here and step:
-            exchange.send(total, owner)
-        if far[coming] > step:
-            arriving = exchange.receive(nothing, sizes[coming], rank - 1)
-        if far[rank] == step:
-            home = exchange.receive(nothing, sizes[rank], rank + step) if step else total
-        exchange.start()
-    exchange.wait()
-    return home
-
-
-def _gather_backward(call: _Call, k: Tensor, v: Tensor, gradients: Gradients) -> Tensor:
-    whole, sizes = _gathered(call, k, v), _block_sizes(call, k, v)
-    grads = gradients.dq.new_zeros(whole.numel())
-    queries, dk, dv = call.plan.query_segments(call.plan.rank), *_parted(grads, k, v)
-    todo = pieces(call.plan, queries, (Segment(0, call.plan.keys),))
-    gradients.add(todo, *_parted(whole, k, v), dk, dv, call.options)
-    blocks = []
-    for owner in range(call.plan.ranks):
-        held = [slice(start, stop) for start, stop in call.plan.key_segments(owner)]
-        blocks.append(_joined(*(torch.cat([x[:, :, part] for part in held], 2) for x in (dk, dv))))
-    return sum_parts(call.peers, torch.cat(blocks), sizes)
+__all__ = ["METHODS", "Peers", "context_parallel_attention"]

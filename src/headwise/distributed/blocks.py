@@ -1,53 +1,81 @@
 """Attention of some queries over a block of keys that lies elsewhere in the sequence, and the merge of such partial results.
 
-`attention` aligns queries and keys at their ends. Where the block's end and the queries' end are apart in the sequence, the
-window is shifted by that distance. What cannot be seen is cut off first, on both sides; a shifted bound is never negative
-after that.
+What sees what is a list of regions: the whole, or one for each document of a packed sequence, or one for each run of batch
+entries that have the same lengths. In a region queries and keys are aligned at their ends, as in `attention`. Where the ends
+of a block and of the queries are apart in the sequence, the window is shifted by that distance. What cannot be seen is cut
+off first, on both sides; a shifted bound is never negative after that. So lengths never reach a kernel: they are slices.
 
-Partial results are float32 also where the inputs are 16-bit: a partial that is rounded to 16 bits, block after block, loses
-digits as ranks are added. The blocks travel in their own dtype and are converted where they are used.
+Merged results are float32 also where the inputs are 16-bit: a partial that is rounded to 16 bits, block after block, loses
+digits as ranks are added. The blocks travel in their own dtype and are converted where they are used. Where a query meets
+all its keys in one call there is nothing to merge, and the kernels of the dtype itself run.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from headwise import layout as memory
-from headwise.distributed.shards import Segment, segments
+from headwise.distributed.shards import Parts, Segment
 from headwise.ops.attention import attention, attention_backward, merge_attention
 
 UNBOUNDED = -1
+ALL = slice(None)
+
+
+class Region(NamedTuple):
+    """Queries and keys that may see each other; the last query sits at the last key."""
+
+    queries: Segment
+    keys: Segment
+    first: int = 0  # batch entry
+    past: int | None = None  # None: all of them
+
+    @property
+    def batch(self) -> slice:
+        return slice(self.first, self.past) if self.past is not None else ALL
 
 
 class Plan(NamedTuple):
     """Who holds what, and how far a query sees."""
 
     rank: int
-    ranks: int
-    queries: int  # of the whole sequence
-    keys: int
-    layout: str
+    of_q: Parts
+    of_k: Parts
     left: int
     right: int
+    regions: tuple[Region, ...]
+    packed: bool = False  # regions are documents, one after the other
 
-    def query_segments(self, rank: int) -> tuple[Segment, ...]:
-        """By their positions among the keys: the last query sits at the last key."""
-        ahead = self.keys - self.queries
-        return tuple(Segment(a + ahead, b + ahead) for a, b in segments(self.queries, rank, self.ranks, self.layout))
+    @property
+    def ranks(self) -> int:
+        return len(self.of_q)
 
-    def key_segments(self, rank: int) -> tuple[Segment, ...]:
-        return segments(self.keys, rank, self.ranks, self.layout)
+    @property
+    def keys(self) -> int:
+        return length_of(self.of_k)
+
+    @property
+    def queries(self) -> int:
+        return length_of(self.of_q)
+
+
+def length_of(parts: Parts) -> int:
+    return sum(stop - start for part in parts for start, stop in part)
 
 
 class Piece(NamedTuple):
-    """Rows of a rank's queries and the keys of a block that they see, as an `attention` call takes them."""
+    """What one `attention` call takes."""
 
-    rows: slice
-    keys: slice
+    batch: slice
+    rows: slice  # of a rank's queries
+    columns: slice  # of a block's keys
+    keys: slice  # where those keys lie in the sequence
     window: tuple[int | None, int | None]
 
 
@@ -58,21 +86,51 @@ class Options(NamedTuple):
     backend: str | None
 
 
-def pieces(plan: Plan, queries: tuple[Segment, ...], keys: tuple[Segment, ...]) -> Iterator[Piece]:
+class Scores(NamedTuple):
+    """What is given for each score, four-dimensional: a rank's queries (or 1) by the keys of the whole sequence (or 1)."""
+
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+
+    def at(self, piece: Piece) -> dict[str, Tensor]:
+        given = {"mask": self.mask, "bias": self.bias}
+        return {name: scores_at(x, piece) for name, x in given.items() if x is not None}
+
+
+def scores_at(x: Tensor, piece: Piece) -> Tensor:
+    """A view."""
+    places = (piece.batch, ALL, piece.rows, piece.keys)
+    return x[tuple(ALL if size == 1 else place for size, place in zip(x.shape, places, strict=True))]
+
+
+def pieces(plan: Plan, queries: Sequence[Segment], keys: Sequence[Segment]) -> Iterator[Piece]:
     """The calls that attention of these queries over these keys takes; none where nothing is seen."""
     row = 0
     for q in queries:
         column = 0
         for k in keys:
-            piece = _piece(plan, q, k, row, column)
-            if piece is not None:
-                yield piece
+            for region in _regions(plan, q, k):
+                piece = _piece(plan, region, q, k, row, column)
+                if piece is not None:
+                    yield piece
             column += k.stop - k.start
         row += q.stop - q.start
 
 
-def _piece(plan: Plan, q: Segment, k: Segment, row: int, column: int) -> Piece | None:
-    (q_start, q_stop), (k_start, k_stop), left, right = q, k, plan.left, plan.right
+def _regions(plan: Plan, q: Segment, k: Segment) -> Sequence[Region]:
+    """Those that may have something in both segments."""
+    if not plan.packed:
+        return plan.regions
+    first = bisect_right(plan.regions, max(q.start, k.start), key=lambda region: region.queries.stop)
+    past = bisect_left(plan.regions, min(q.stop, k.stop), key=lambda region: region.queries.start)
+    return plan.regions[first:past]
+
+
+def _piece(plan: Plan, region: Region, q: Segment, k: Segment, row: int, column: int) -> Piece | None:
+    left, right, ahead = plan.left, plan.right, region.keys.stop - region.queries.stop
+    # Queries by the positions of the keys that they sit at.
+    q_start, q_stop = max(q.start, region.queries.start) + ahead, min(q.stop, region.queries.stop) + ahead
+    k_start, k_stop = max(k.start, region.keys.start), min(k.stop, region.keys.stop)
     if left != UNBOUNDED:
         k_start = max(k_start, q_start - left)
     if right != UNBOUNDED:
@@ -82,47 +140,76 @@ def _piece(plan: Plan, q: Segment, k: Segment, row: int, column: int) -> Piece |
         q_stop = min(q_stop, k_stop + left)
     if k_start >= k_stop or q_start >= q_stop:
         return None
-    ahead = q_stop - k_stop
+    shift = q_stop - k_stop
     # A bound that no query reaches is no bound: kernels are faster without.
-    seen_left = None if left == UNBOUNDED or left - ahead >= k_stop - k_start - 1 else left - ahead
-    seen_right = None if right == UNBOUNDED or right + ahead >= q_stop - q_start - 1 else right + ahead
-    rows = slice(row + q_start - q.start, row + q_stop - q.start)
-    columns = slice(column + k_start - k.start, column + k_stop - k.start)
-    return Piece(rows, columns, (seen_left, seen_right))
+    seen_left = None if left == UNBOUNDED or left - shift >= k_stop - k_start - 1 else left - shift
+    seen_right = None if right == UNBOUNDED or right + shift >= q_stop - q_start - 1 else right + shift
+    offset = row - q.start - ahead
+    return Piece(
+        region.batch, slice(q_start + offset, q_stop + offset), slice(column + k_start - k.start, column + k_stop - k.start),
+        slice(k_start, k_stop), (seen_left, seen_right),
+    )  # fmt: skip
+
+
+def reach(plan: Plan) -> tuple[int, ...]:
+    """For the block of every rank: how many ranks further along the ring the last one sits that sees any of it."""
+    return _reach(plan._replace(rank=0))
 
 
 @functools.lru_cache(maxsize=64)
-def reach(plan: Plan) -> tuple[int, ...]:
-    """For the block of every rank: how many ranks further along the ring the last one sits that sees any of it."""
-
+def _reach(plan: Plan) -> tuple[int, ...]:
     def sees(rank: int, owner: int) -> bool:
-        return any(True for _ in pieces(plan, plan.query_segments(rank), plan.key_segments(owner)))
+        return any(True for _ in pieces(plan, plan.of_q[rank], plan.of_k[owner]))
 
     steps = range(plan.ranks)
     return tuple(max((s for s in steps if sees((o + s) % plan.ranks, o)), default=0) for o in steps)
 
 
+def existing_rows(plan: Plan) -> Iterator[tuple[slice, slice]]:
+    """Batch entries and rows of this rank's queries that are in a region, whether they see a key or not."""
+    row = 0
+    for q in plan.of_q[plan.rank]:
+        for region in _regions(plan, q, q):
+            start, stop = max(q.start, region.queries.start), min(q.stop, region.queries.stop)
+            if start < stop:
+                yield region.batch, slice(row + start - q.start, row + stop - q.start)
+        row += q.stop - q.start
+
+
 class Partial:
     """The attention over the blocks seen so far."""
 
-    def __init__(self, q: Tensor, value_dim: int, sink: Tensor | None) -> None:
-        self.q = q.to(memory.statistics_dtype(q.dtype))
+    def __init__(
+        self, plan: Plan, q: Tensor, value_dim: int, sink: Tensor | None, scores: Scores, options: Options, merges: bool
+    ) -> None:
+        """merges: the keys of a query come in more than one piece. Without it each is the result for its rows."""
+        dtype = memory.statistics_dtype(q.dtype)
+        self._q, self._scores, self._options, self._merges = q.to(dtype) if merges else q, scores, options, merges
+        if merges and scores.bias is not None:
+            self._scores = scores._replace(bias=scores.bias.to(dtype))
+        self._sink = None if merges else sink
         batch, heads, rows, _ = q.shape
-        self.out = self.q.new_zeros(batch, heads, rows, value_dim)
+        self.out = self._q.new_zeros(batch, heads, rows, value_dim)
         # The sink is what a row has in its denominator before it has seen any key: so it is counted once.
-        self.lse = self.q.new_full((batch, heads, rows), -float("inf"))
+        self.lse = q.new_full((batch, heads, rows), -float("inf"), dtype=dtype)
         if sink is not None:
-            self.lse[:] = sink.to(self.lse.dtype)[:, None]
+            for entries, present in existing_rows(plan):
+                self.lse[entries, :, present] = sink.to(dtype)[:, None]
 
-    def add(self, todo: Iterator[Piece], k: Tensor, v: Tensor, options: Options) -> None:
-        for rows, keys, window in todo:
-            seen = (x[:, :, keys].to(self.q.dtype) for x in (k, v))
-            out, lse = attention(self.q[:, :, rows], *seen, window=window, return_lse=True, **options._asdict())
-            merged = merge_attention(
-                [self.out[:, :, rows].contiguous(), out.contiguous()], [self.lse[:, :, rows].contiguous(), lse],
-                backend=options.backend,
+    def add(self, todo: Iterator[Piece], k: Tensor, v: Tensor) -> None:
+        for piece in todo:
+            rows = piece.batch, ALL, piece.rows
+            keys, values = (x[piece.batch, :, piece.columns].to(self._q.dtype) for x in (k, v))
+            flags: dict[str, Any] = {**self._scores.at(piece), **self._options._asdict()}
+            out, lse = attention(
+                self._q[rows], keys, values, window=piece.window, sink=self._sink, return_lse=True, **flags
             )  # fmt: skip
-            self.out[:, :, rows], self.lse[:, :, rows] = merged
+            if self._merges:
+                out, lse = merge_attention(
+                    [self.out[rows].contiguous(), out.contiguous()], [self.lse[rows].contiguous(), lse],
+                    backend=self._options.backend,
+                )  # fmt: skip
+            self.out[rows], self.lse[rows] = out, lse
 
 
 class Gradients:
@@ -131,31 +218,47 @@ class Gradients:
     With the out and lse of the whole row, a block's gradients are its terms of the whole ones: no block needs another.
     """
 
-    def __init__(self, q: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> None:
-        dtype = memory.statistics_dtype(q.dtype)
+    def __init__(
+        self, q: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, scores: Scores,
+        options: Options, need_bias: bool, merges: bool,
+    ) -> None:  # fmt: skip
+        sums = memory.statistics_dtype(q.dtype)
+        dtype = sums if merges else q.dtype
         self._q, self._out, self._grad_out = (x.to(dtype) for x in (q, out, grad_out.contiguous()))
         self._lse, self._grad_lse = lse, None if grad_lse is None else grad_lse.contiguous()
-        self.dq = self._q.new_zeros(q.shape)
+        self._scores, self._options = scores, options
+        if merges and scores.bias is not None:
+            self._scores = scores._replace(bias=scores.bias.to(dtype))
+        self.dq = q.new_zeros(q.shape, dtype=sums)
+        self.dbias = None
+        if need_bias and scores.bias is not None:
+            self.dbias = scores.bias.new_zeros(scores.bias.shape, dtype=sums)
 
-    def add(self, todo: Iterator[Piece], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, options: Options) -> None:
-        """Into dq, and into the block's dk and dv."""
-        for rows, keys, window in todo:
-            grad_out, q, out, lse = (x[:, :, rows] for x in (self._grad_out, self._q, self._out, self._lse))
-            flags: dict[str, Any] = options._asdict()
+    def add(self, todo: Iterator[Piece], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Into dq and dbias, and into the block's dk and dv."""
+        for piece in todo:
+            rows, columns = (piece.batch, ALL, piece.rows), (piece.batch, ALL, piece.columns)
+            grad_out, q, out, lse = (x[rows] for x in (self._grad_out, self._q, self._out, self._lse))
+            flags: dict[str, Any] = {**self._options._asdict(), **self._scores.at(piece)}
             if self._grad_lse is not None:
-                flags["grad_lse"] = self._grad_lse[:, :, rows].contiguous()
-            keys_seen, values_seen = (x[:, :, keys].to(q.dtype) for x in (k, v))
+                flags["grad_lse"] = self._grad_lse[rows].contiguous()
+            keys_seen, values_seen = (x[columns].to(q.dtype) for x in (k, v))
             found = attention_backward(
-                grad_out, q, keys_seen, values_seen, out, lse.contiguous(), window=window, **flags
-            )
-            self.dq[:, :, rows] += found[0]
-            dk[:, :, keys] += found[1]
-            dv[:, :, keys] += found[2]
+                grad_out, q, keys_seen, values_seen, out, lse.contiguous(), window=piece.window,
+                need_bias_grad=self.dbias is not None, **flags,
+            )  # fmt: skip
+            self.dq[rows] += found[0]
+            dk[columns] += found[1]
+            dv[columns] += found[2]
+            if self.dbias is not None:
+                scores_at(self.dbias, piece).add_(found[3])
 
     def of_sink(self, sink: Tensor) -> Tensor:
         """From this rank's queries: the sink is a key without a value."""
-        share = (sink.to(self._lse.dtype)[:, None] - self._lse).exp()
-        arrived = -(self._grad_out * self._out).sum(-1)
+        lse = self._lse[..., None]
+        share = (sink.to(lse.dtype)[:, None, None] - lse).exp()
+        arrived = -(self._grad_out.to(lse.dtype) * self._out.to(lse.dtype)).sum(-1, keepdim=True)
         if self._grad_lse is not None:
-            arrived = arrived + self._grad_lse
-        return (share * arrived).sum((0, 2)).to(sink.dtype)
+            arrived = arrived + self._grad_lse[..., None]
+        # Rows that do not exist have no sink either.
+        return torch.where(lse == -float("inf"), 0.0, share * arrived).sum((0, 2, 3)).to(sink.dtype)

@@ -12,22 +12,26 @@ from headwise.distributed.groups import Description, Group, agree, flag_values, 
 from headwise.ops import _checks
 from headwise.ops.attention import _arguments, attention_decode, merge_attention
 from headwise.ops.attention._arguments import UNBOUNDED, Window
+from headwise.ops.attention.decode import _check as check_decode
 
 OP = "context_parallel_decode"
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # ranks talk about the call before it runs
 def context_parallel_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, group: Group, *, window: Window = None,
-    scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None, return_lse: bool = False,
-    backend: str | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, group: Group, *, block_table: Tensor | None = None,
+    kv_starts: Tensor | None = None, window: Window = None, scale: float | None = None, softcap: float | None = None,
+    sink: Tensor | None = None, return_lse: bool = False, backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`attention_decode` over a cache of which every rank holds a part: the same whole result on every rank.
 
     q                 ``(B, Hq, D)`` or ``(B, Hq, Sq, D)``, the same on every rank
     k_cache, v_cache  ``(B, Hk, C, D)`` and ``(B, Hk, C, Dv)``: the next C positions after those of the ranks before; C may
-                      differ between ranks
+                      differ between ranks. With block_table this rank's pages, as in `attention_decode`
+    block_table       ``(B, max_pages)`` int32, of this rank: its C is ``max_pages * page_size``
     lengths           ``(B,)`` ints, the same on every rank: valid positions of the whole cache, the new tokens included
-    other flags       as in `attention_decode`; pages and kv_starts are not there yet
+    kv_starts         ``(B,)`` ints, the same on every rank: positions before it do not exist
+    other flags       as in `attention_decode`
 
     For inference: it has no gradient.
     """
@@ -35,15 +39,17 @@ def context_parallel_decode(
     flags: list[_arguments.Flags] = []
 
     def check() -> Description:
-        flags.append(_check(q, k_cache, v_cache, lengths, sink, return_lse, window, scale, softcap))
+        decode = _check(q, k_cache, v_cache, lengths, kv_starts, block_table, sink, return_lse, window, scale, softcap)
+        flags.append(decode.flags)
         same = {
             "shape of q": tuple(q.shape), "Hk, Dv": (k_cache.shape[1], v_cache.shape[3]), "dtype": str(q.dtype),
             "device": q.device.type, "sink": None if sink is None else str(sink.dtype), "return_lse": return_lse,
-            "backend": backend, **flag_values(flags[0]),
+            "backend": backend, "kv_starts": None if kv_starts is None else tuple(kv_starts.tolist()),
+            "lengths": tuple(lengths.tolist()), **flag_values(flags[0]),
         }  # fmt: skip
-        return Description(same, (k_cache.shape[2],))
+        return Description(same, (k_cache.shape[2] * (1 if block_table is None else block_table.shape[1]),))
 
-    rooms = [room for (room,) in agree(OP, peers, check)]
+    rooms = [room for (room,) in agree(peers, check)]
     # Float32 partials, as in `blocks`.
     dtype = memory.statistics_dtype(q.dtype)
     queries, k, v = ((q[:, :, None] if q.dim() == 3 else q).to(dtype), k_cache.to(dtype), v_cache.to(dtype))
@@ -52,49 +58,41 @@ def context_parallel_decode(
         # A query sees the keys up to its own position: one length and, under a window, one start for every row.
         stop = lengths.long() - (queries.shape[2] - 1 - row)
         start = torch.zeros_like(stop) if flags[0].left == UNBOUNDED else stop - 1 - flags[0].left
+        if kv_starts is not None:
+            start = torch.maximum(start, kv_starts.long())
         stop, start = ((x - sum(rooms[: peers.rank])).clamp(0, rooms[peers.rank]) for x in (stop, start))
         parts.append(
             attention_decode(
-                queries[:, :, row], k, v, stop, kv_starts=torch.minimum(start, stop), scale=flags[0].scale,
-                softcap=flags[0].softcap or None, return_lse=True, backend=backend,
+                queries[:, :, row], k, v, stop, kv_starts=torch.minimum(start, stop), block_table=block_table,
+                scale=flags[0].scale, softcap=flags[0].softcap or None, return_lse=True, backend=backend,
             )
         )  # fmt: skip
     shape = (*queries.shape[:3], v.shape[3] + 1)
     mine = queries.new_zeros(shape)
     for row, (out, lse) in enumerate(parts):
         mine[:, :, row, :-1], mine[:, :, row, -1] = out, lse
-    gathered = [x.view(shape) for x in gather(peers, mine.reshape(-1), [mine.numel()] * peers.ranks)]
+    gathered = [x.view(shape) for x in gather(peers, mine.reshape(-1), [mine.numel()] * peers.ranks, "merging parts")]
     outs, lses = [x[..., :-1].contiguous() for x in gathered], [x[..., -1].contiguous() for x in gathered]
     if sink is not None:  # an empty part with the sink in its denominator: counted once
         outs.append(torch.zeros_like(outs[0]))
         lses.append(sink.to(dtype)[:, None].expand_as(lses[0]).contiguous())
     out, lse = merge_attention(outs, lses, backend=backend)
-    out = out.to(q.dtype)
+    # Loud, as in `attention_decode`.
+    bad = ((lengths < 0) | (lengths > sum(rooms)))[:, None, None]
+    out, lse = out.to(q.dtype).masked_fill(bad[..., None], torch.nan), lse.masked_fill(bad, torch.nan)
     if q.dim() == 3:
         out, lse = out[:, :, 0], lse[:, :, 0]
     return (out, lse) if return_lse else out
 
 
 def _check(
-    q: Any, k_cache: Any, v_cache: Any, lengths: Any, sink: Any, return_lse: Any, window: Window, scale: float | None,
-    softcap: float | None,
-) -> _arguments.Flags:  # fmt: skip
-    _checks.floating(OP, "q", q)
-    if q.dim() not in (3, 4):
-        raise ValueError(f"{OP}: q has shape {_checks.shape_of(q)}; it needs (B, Hq, D) or (B, Hq, Sq, D)")
-    _arguments.contiguous_last(OP, "q", q)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _arguments.operand(OP, name, cache, q, 4, "(B, Hk, C, D)")
-    _, heads, room, _ = k_cache.shape
-    _checks.shape(OP, "k_cache", k_cache, (q.shape[0], heads, room, q.shape[-1]), "(B, Hk, C, D)")
-    _checks.shape(OP, "v_cache", v_cache, (q.shape[0], heads, room, v_cache.shape[3]), "(B, Hk, C, Dv)")
-    _arguments.grouped_heads(OP, q.shape[1], heads)
-    _checks.tensor(OP, "lengths", lengths)
-    _arguments.per_batch(OP, "lengths", lengths, q, q.shape[0])
-    _arguments.per_head(OP, sink, q, q.shape[1])
+    q: Any, k_cache: Any, v_cache: Any, lengths: Any, kv_starts: Any, block_table: Any, sink: Any, return_lse: Any,
+    window: Window, scale: float | None, softcap: float | None,
+) -> _arguments.Decode:  # fmt: skip
+    found = check_decode(OP, q, k_cache, v_cache, lengths, kv_starts, block_table, sink, window, scale, softcap, None)
     _checks.boolean(OP, "return_lse", return_lse)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, sink)):
         raise NotImplementedError(
             f"{OP}: an input requires a gradient, and there is none: call it under torch.no_grad()"
         )
-    return _arguments.flags(OP, q, True, window, scale, softcap)
+    return found

@@ -5,7 +5,8 @@ Every message is sized by what all ranks know beforehand, and empty ones are not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,15 @@ from headwise.ops.attention._arguments import Flags
 Group = dist.ProcessGroup | DeviceMesh
 
 
+class RankLostError(RuntimeError):
+    """Another rank did not take part in an exchange: it died, hangs, or raised. The process group is of no use any more."""
+
+
 class Peers(NamedTuple):
     group: dist.ProcessGroup
     rank: int  # inside the group
     ranks: int
+    op: str  # who asks, for messages
 
 
 class Description(NamedTuple):
@@ -42,10 +48,24 @@ def peers_of(op: str, group: Any) -> Peers:
         raise TypeError(
             f"{op}: group is {group!r}; it needs to be a ProcessGroup that this process is in, or a DeviceMesh"
         )
-    return Peers(group, dist.get_rank(group), dist.get_world_size(group))
+    return Peers(group, dist.get_rank(group), dist.get_world_size(group), op)
 
 
-def agree(op: str, peers: Peers, check: Callable[[], Description]) -> list[tuple[int, ...]]:
+@contextmanager
+def answered(peers: Peers, phase: str) -> Iterator[None]:
+    """Within it, what a process group says of a rank that is gone becomes one error that names op and phase."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLostError(
+            f"{peers.op}: rank {peers.rank} of {peers.ranks} got no answer in {phase}: another rank died, hangs, raised "
+            "an error of its own, or was called with another group. Start the processes again and go on from the last "
+            "checkpoint, with any number of ranks. "
+            f"The process group says: {error}"
+        ) from error
+
+
+def agree(peers: Peers, check: Callable[[], Description]) -> list[tuple[int, ...]]:
     """The lengths on every rank, once all of them are known to mean the same call.
 
     A rank whose own check fails still takes part, so that nobody waits for it: every rank raises, before any tensor is sent.
@@ -56,21 +76,25 @@ def agree(op: str, peers: Peers, check: Callable[[], Description]) -> list[tuple
         mine = check()
     except Exception as caught:
         error = caught
-    told = (mine and (dict(mine.same), mine.lengths), error and f"{type(error).__name__}: {error}")
+    told = (
+        mine and ({"the function": peers.op, **mine.same}, mine.lengths),
+        error and f"{type(error).__name__}: {error}",
+    )
     everyone: list[Any] = [None] * peers.ranks
-    dist.all_gather_object(everyone, told, group=peers.group)
+    with answered(peers, "comparing arguments"):
+        dist.all_gather_object(everyone, told, group=peers.group)
     if error is not None:
         raise error
     for rank, (_, refusal) in enumerate(everyone):
         if refusal:
-            raise ValueError(f"{op}: rank {rank} refused its arguments, so every rank does: {refusal}")
+            raise ValueError(f"{peers.op}: rank {rank} refused its arguments, so every rank does: {refusal}")
     first = everyone[0][0][0]
     for rank, ((same, _), _) in enumerate(everyone):
         for name, value in same.items():
-            if value != first[name]:
+            if value != first.get(name):
                 raise ValueError(
-                    f"{op}: {name} is {first[name]!r} on rank 0 and {value!r} on rank {rank}; it needs to be the same "
-                    "on every rank"
+                    f"{peers.op}: {name} is {first.get(name)!r} on rank 0 and {value!r} on rank {rank}; it needs to be the "
+                    "same on every rank"
                 )
     return [lengths for (_, lengths), _ in everyone]
 
@@ -83,37 +107,57 @@ def flag_values(flags: Flags) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def gather(peers: Peers, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def gather(peers: Peers, x: Tensor, sizes: Sequence[int], phase: str) -> list[Tensor]:
     """The flat x of every rank, of ``sizes`` elements each."""
-    # As bytes: not every backend knows every dtype. Padded: not every backend gathers unequal parts.
-    padded = x.new_zeros(max(sizes))
-    padded[: x.numel()] = x
-    parts = [torch.zeros_like(padded) for _ in sizes]
-    if max(sizes):
-        dist.all_gather([part.view(torch.uint8) for part in parts], padded.view(torch.uint8), group=peers.group)
-    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+    # As bytes: not every backend knows every dtype.
+    size = x.element_size()
+    if len(set(sizes)) > 1:  # not every backend gathers unequal parts, and padded ones would be sent padded
+        parts = exchange(peers, [x.view(torch.uint8)] * peers.ranks, [n * size for n in sizes], phase)
+        return [part.view(x.dtype) for part in parts]
+    parts = [torch.empty_like(x) for _ in sizes]
+    if sizes[0]:
+        with answered(peers, phase):
+            dist.all_gather([part.view(torch.uint8) for part in parts], x.view(torch.uint8), group=peers.group)
+    return parts
 
 
-def sum_parts(peers: Peers, x: Tensor, sizes: Sequence[int]) -> Tensor:
+def exchange(peers: Peers, parts: Sequence[Tensor], sizes: Sequence[int], phase: str) -> list[Tensor]:
+    """Bytes ``parts[r]`` to every rank r, and those of this rank from all of them, ``sizes[r]`` of rank r: an all-to-all.
+
+    Each result has memory of its own, so that it can be seen as any dtype.
+    """
+    sent = [part.numel() for part in parts]
+    own, received = parts[peers.rank], [n if rank != peers.rank else 0 for rank, n in enumerate(sizes)]
+    sent[peers.rank] = 0
+    whole = own.new_empty(sum(received))
+    if peers.ranks > 1:  # all ranks or none, also where one of them has nothing to say
+        message = torch.cat([part for rank, part in enumerate(parts) if rank != peers.rank])
+        with answered(peers, phase):
+            dist.all_to_all_single(whole, message, received, sent, group=peers.group)
+    found = [part.clone() for part in whole.split(received)]
+    found[peers.rank] = own
+    return found
+
+
+def sum_parts(peers: Peers, x: Tensor, sizes: Sequence[int], phase: str) -> Tensor:
     """The sum over ranks of this rank's part of the flat x, whose parts have these sizes: a reduce-scatter.
 
     Added here in the order of the ranks, so that the bits are the same run after run.
     """
     own = sizes[peers.rank]
-    received = x.new_empty(peers.ranks * own)
-    if sum(sizes):
-        dist.all_to_all_single(received, x, [own] * peers.ranks, list(sizes), group=peers.group)
+    parts = [part.view(torch.uint8) for part in x.split(list(sizes))]
+    received = exchange(peers, parts, [own * x.element_size()] * peers.ranks, phase)
     total = x.new_zeros(own)
-    for part in received.view(peers.ranks, own):
-        total += part
+    for part in received:
+        total += part.view(x.dtype)
     return total
 
 
 class Exchange:
     """Messages under way. What is sent is kept until `wait`."""
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+    def __init__(self, peers: Peers, phase: str) -> None:
+        self._peers, self._phase = peers, phase
         self._messages: list[dist.P2POp] = []
         self._kept: list[Tensor] = []
         self._works: list[dist.Work] = []
@@ -128,11 +172,13 @@ class Exchange:
 
     def start(self) -> None:
         if self._messages:
-            self._works = dist.batch_isend_irecv(self._messages)
+            with answered(self._peers, self._phase):
+                self._works = dist.batch_isend_irecv(self._messages)
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        with answered(self._peers, self._phase):
+            for work in self._works:
+                work.wait()
         self._kept.clear()
 
     def _add(self, kind: Callable[..., Any], x: Tensor, rank: int) -> None:

@@ -9,6 +9,8 @@ Any length: chunks differ by one position at most, and may be empty.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,9 @@ class Segment(NamedTuple):
     stop: int
 
 
+Parts = tuple[tuple[Segment, ...], ...]  # the segments of every rank
+
+
 def segments(total: int, rank: int, ranks: int, layout: str) -> tuple[Segment, ...]:
     if layout == "contiguous":
         return (_chunk(total, rank, ranks),)
@@ -42,16 +47,22 @@ def check_layout(op: str, layout: Any) -> None:
         raise ValueError(f"{op}: layout is {layout!r}; it needs to be one of {', '.join(map(repr, LAYOUTS))}")
 
 
-def total_length(op: str, name: str, lengths: list[int], layout: str) -> int:
-    """Of the whole sequence, from the length of every rank's shard of it."""
+def parts_of(op: str, name: str, lengths: Sequence[int], layout: str) -> Parts:
+    """The segments of every rank, from the length of every rank's shard.
+
+    Contiguous shards may have any lengths, as those of a DTensor have; zigzag shards are those that `shard` cuts.
+    """
     total, ranks = sum(lengths), len(lengths)
+    if layout == "contiguous":
+        stops = itertools.accumulate(lengths)
+        return tuple((Segment(stop - length, stop),) for length, stop in zip(lengths, stops, strict=True))
     wanted = [shard_length(total, rank, ranks, layout) for rank in range(ranks)]
-    if lengths != wanted:
+    if list(lengths) != wanted:
         raise ValueError(
-            f"{op}: the shards of {name} have lengths {lengths}, {total} together; as {layout} shards they need to have "
-            f"{wanted}: cut them with headwise.distributed.shard"
+            f"{op}: the shards of {name} have lengths {list(lengths)}, {total} together; as {layout} shards they need to "
+            f"have {wanted}: cut them with headwise.distributed.shard"
         )
-    return total
+    return tuple(segments(total, rank, ranks, layout) for rank in range(ranks))
 
 
 def shard(x: Tensor, group: Group, *, dim: int = -1, layout: str = "zigzag") -> Tensor:
@@ -62,8 +73,7 @@ def shard(x: Tensor, group: Group, *, dim: int = -1, layout: str = "zigzag") -> 
     _checks.tensor("shard", "x", x)
     check_layout("shard", layout)
     peers, dim = peers_of("shard", group), _dimension("shard", x, dim)
-    parts = segments(x.shape[dim], peers.rank, peers.ranks, layout)
-    return torch.cat([x.narrow(dim, part.start, part.stop - part.start) for part in parts], dim)
+    return taken(x, segments(x.shape[dim], peers.rank, peers.ranks, layout), dim)
 
 
 def shard_positions(total: int, group: Group, *, layout: str = "zigzag", device: Any = None) -> Tensor:
@@ -72,6 +82,7 @@ def shard_positions(total: int, group: Group, *, layout: str = "zigzag", device:
     return shard(torch.arange(total, device=device), group, layout=layout)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # ranks talk about the call before it runs
 def unshard(x: Tensor, group: Group, *, dim: int = -1, layout: str = "zigzag") -> Tensor:
     """The whole sequence, on every rank, from each one's `shard` of it. Not differentiable."""
     op, peers = "unshard", peers_of("unshard", group)
@@ -86,22 +97,33 @@ def unshard(x: Tensor, group: Group, *, dim: int = -1, layout: str = "zigzag") -
         same = {"dim": axis, "layout": layout, "dtype of x": str(x.dtype), "shape of x beside dim": rest}
         return Description(same, (x.shape[axis],))
 
-    lengths = [length for (length,) in agree(op, peers, check)]
-    return unshard_parts(op, peers, x, lengths, dim % x.dim(), layout)
+    lengths = [length for (length,) in agree(peers, check)]
+    return joined(peers, x.detach(), parts_of(op, "x", lengths, layout), dim % x.dim())
 
 
-def unshard_parts(op: str, peers: Peers, x: Tensor, lengths: list[int], dim: int, layout: str) -> Tensor:
-    """`unshard` for those who know the length of every shard."""
-    total = total_length(op, "x", lengths, layout)
-    moved = x.detach().movedim(dim, 0)
+def joined(peers: Peers, x: Tensor, parts: Parts, dim: int) -> Tensor:
+    """`unshard` for those who know what every rank holds."""
+    moved = x.movedim(dim, 0)
     rest = moved.shape[1:]
-    parts = gather(peers, moved.reshape(-1), [length * rest.numel() for length in lengths])
-    whole = moved.new_empty(total, *rest)
-    for rank, part in enumerate(parts):
-        rows = part.view(lengths[rank], *rest)
-        for start, stop in segments(total, rank, peers.ranks, layout):
-            whole[start:stop], rows = rows[: stop - start], rows[stop - start :]
+    lengths = [sum(stop - start for start, stop in part) for part in parts]
+    received = gather(peers, moved.reshape(-1), [length * rest.numel() for length in lengths], "joining shards")
+    whole = moved.new_empty(sum(lengths), *rest)
+    for part, length, rows in zip(parts, lengths, received, strict=True):
+        place(whole, rows.view(length, *rest), part, 0)
     return whole.movedim(0, dim).contiguous()
+
+
+def place(whole: Tensor, rows: Tensor, part: tuple[Segment, ...], dim: int) -> None:
+    """The rows of a rank where they belong in the whole sequence along ``dim``."""
+    row = 0
+    for start, stop in part:
+        whole.narrow(dim, start, stop - start).copy_(rows.narrow(dim, row, stop - start))
+        row += stop - start
+
+
+def taken(whole: Tensor, part: tuple[Segment, ...], dim: int) -> Tensor:
+    """The rows of a rank out of the whole sequence; the opposite of `place`."""
+    return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in part], dim)
 
 
 def _chunk(total: int, index: int, count: int) -> Segment:

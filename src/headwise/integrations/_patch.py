@@ -1,4 +1,4 @@
-"""Swap the norms, the gated MLPs and the loss of a model for our ops, and back.
+"""Swap norms, gated MLPs, rotary and token embeddings and the loss of a model for our ops, and back.
 
 What is swapped is the ``forward`` of an instance: parameters, names, hooks and modes stay, and so does every class. The
 forward is a function of its module, so the copy of a patched model computes with its own weights.
@@ -14,17 +14,18 @@ from typing import NamedTuple
 
 from torch import nn
 
-from headwise.integrations import _patch_glu, _patch_loss, _patch_norms, _patch_probe
+from headwise.integrations import _patch_embedding, _patch_glu, _patch_loss, _patch_norms, _patch_probe, _patch_rope
 from headwise.integrations._patch_probe import Finding
 
 _COLUMNS = 80
+_FINDERS = (_patch_norms.find, _patch_glu.find, _patch_rope.find, _patch_embedding.find, _patch_loss.find)
 
 
 class Row(NamedTuple):
     """One module that an op of ours may stand in for."""
 
     path: str
-    what: str  # "rms_norm", "layer_norm", "glu, silu", "loss"; of a module that is refused "norm", "glu" or "loss"
+    what: str  # "rms_norm", "layer_norm", "glu, silu", "rope", "embedding", "loss"; if refused "norm", "glu", …
     swapped: bool  # by `explain`: or would be
     reason: str  # why not
 
@@ -76,7 +77,7 @@ def explain(model: nn.Module) -> Report:
 
 def _findings(model: nn.Module) -> Iterator[Finding]:
     for path, module in model.named_modules():
-        for find in (_patch_norms.find, _patch_glu.find, _patch_loss.find):
+        for find in _FINDERS:
             finding = find(path, module)
             if finding is not None:
                 yield finding

@@ -15,7 +15,7 @@ swaps norms, gated MLPs and the loss of a loaded model for our ops; ``unpatch`` 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,10 @@ from headwise.integrations._compact_mask import BuiltMask, CompactMask, offsets_
 from headwise.integrations._patch import explain, patch, unpatch
 from headwise.ops.attention import attention, attention_decode, attention_varlen
 
-__all__ = ["NAME", "attention_forward", "explain", "make_mask", "patch", "register", "unpatch"]
+if TYPE_CHECKING:
+    from headwise.distributed.models import ContextParallel
+
+__all__ = ["NAME", "attention_forward", "context_parallel", "explain", "make_mask", "patch", "register", "unpatch"]
 
 NAME = "headwise"
 # New tokens over a cache, up to this many, take the kernels that split the keys.
@@ -37,7 +40,8 @@ _UNSUPPORTED = {
     "block_indices": "the blocks that a sparse indexer chose; load the model with attn_implementation='eager' or 'sdpa'",
     "head_mask": "leave it out, or load the model with attn_implementation='eager'",
     "output_attentions": "load the model with attn_implementation='eager', or call headwise.attention_probs",
-    "cache": "continuous batching keeps it in pages; call generate(), or headwise.attention_decode with a block_table",
+    "cache": "continuous batching keeps it in pages; use 'sdpa' under headwise.integrations.sdpa.override(), or "
+    "'flash_attention_2' after headwise.integrations.flash_attn.install()",
 }
 
 
@@ -54,6 +58,22 @@ def register(name: str = NAME) -> None:
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, make_mask)
+
+
+def context_parallel(
+    model: Any, mesh: Any, *, method: str = "auto", layout: str = "zigzag", averaged: bool = False
+) -> ContextParallel:
+    """A causal language model of Transformers over the ranks of a process group or of a DeviceMesh of one dimension.
+
+    Every rank calls the model with the whole batch: input_ids, labels, a ``(B, S)`` attention_mask, position_ids that may
+    start anew for packed documents (then no token sees past its document's start, also in models that do not read that in
+    position_ids by themselves). The loss is that of the whole batch, the same on every rank; the logits are those of this
+    rank's tokens. The gradients of the weights are each rank's part: `headwise.distributed.sum_gradients` makes them whole,
+    or ``averaged=True`` where DDP or FSDP average them over the same ranks. ``remove()`` of the result undoes it.
+    """
+    from headwise.integrations import _context_parallel
+
+    return _context_parallel.context_parallel(model, mesh, method=method, layout=layout, averaged=averaged)
 
 
 def make_mask(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +25,10 @@ class Attention(nn.Module):
     sink              a learned logit for each head that takes part in the softmax and has no value
     qk_norm           RMSNorm of queries and keys over the head dim, before the rotation
     rotary            a `RotaryEmbedding`, shared by all layers of a model
+
+    >>> attention = nn.Attention(64, heads=4, key_heads=2, window=(15, 0))
+    >>> attention(torch.randn(2, 100, 64)).shape
+    torch.Size([2, 100, 64])
     """
 
     def __init__(
@@ -55,6 +62,8 @@ class Attention(nn.Module):
             for _ in range(2)
         )
         self.rotary = rotary
+        # `attention` over a sequence that lies on many devices: headwise.distributed.context_parallel puts it here.
+        self.attend: Callable[..., Tensor] | None = None
 
     def forward(
         self, x: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None,
@@ -93,22 +102,34 @@ class Attention(nn.Module):
             q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if self.rotary is not None:
             q, k = self.rotary(q, k, positions)
+            if v.requires_grad and self.q_norm is None:
+                # Its backward needs v alone: as a view it would keep the memory of the unrotated q and k as well.
+                v = v.contiguous()
         return q, k, v
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+        if self.attend is not None:
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            return self._dense(q, k, v, None, self._dropout(), cu_seqlens=packing.cu_seqlens)[0].transpose(0, 1)
         ends, longest = packing.cu_seqlens, packing.longest
         return attention_varlen(
             q, k, v, ends, ends, longest, longest, causal=self.causal, window=self.window, scale=self.scale,
             softcap=self.softcap, sink=self.sink, dropout=self._dropout(), backend=self.backend,
         )  # fmt: skip
 
-    def _dense(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: float = 0) -> Tensor:
-        return attention(
+    def _dense(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: float = 0, **more: Any
+    ) -> Tensor:
+        return (self.attend or attention)(
             q, k, v, causal=self.causal, window=self.window, q_lengths=lengths, kv_lengths=lengths, scale=self.scale,
-            softcap=self.softcap, sink=self.sink, dropout=dropout, backend=self.backend,
+            softcap=self.softcap, sink=self.sink, dropout=dropout, backend=self.backend, **more,
         )  # fmt: skip
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int) -> Tensor:
+        if self.attend is not None:
+            raise NotImplementedError(
+                "Attention: a cache is given, and the sequence is sharded over ranks: remove that first"
+            )
         if not self.causal:
             raise ValueError("Attention: a cache needs causal=True; earlier tokens would have to be computed again")
         cache.write(layer, k, v)

@@ -13,7 +13,13 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys ``(layers, B, Hk, capacity, D)`` and values ``(layers, B, Hk, capacity, Dv)``, allocated once."""
+    """Keys ``(layers, B, Hk, capacity, D)`` and values ``(layers, B, Hk, capacity, Dv)``, allocated once.
+
+    >>> cache = nn.KVCache(layers=1, batch=2, key_heads=2, capacity=64, head_dim=32)
+    >>> cache.extend(5)  # positions of the new tokens; then every layer writes and attends
+    tensor([[0, 1, 2, 3, 4],
+            [0, 1, 2, 3, 4]])
+    """
 
     def __init__(
         self, layers: int, batch: int, key_heads: int, capacity: int, head_dim: int, value_dim: int | None = None, *,
@@ -113,6 +119,10 @@ class PagedKVCache(KVCache):
 
     `release` gives the pages of a finished sequence to those that go on (Kwon et al., "Efficient Memory Management for Large
     Language Model Serving with PagedAttention", 2023).
+
+    >>> cache = nn.TransformerLM(nn.TransformerConfig(100, 64, 1, 2, positions=64)).cache(2, 64, page_size=16)
+    >>> cache.extend(20).shape
+    torch.Size([2, 20])
     """
 
     def __init__(

@@ -9,7 +9,11 @@ from headwise.ops.embedding import embedding
 
 
 class Embedding(nn.Module):
-    """`headwise.embedding` with its table, (num_embeddings, embedding_dim); the padding row starts as zeros."""
+    """`headwise.embedding` with its table, (num_embeddings, embedding_dim); the padding row starts as zeros.
+
+    >>> nn.Embedding(100, 16)(torch.tensor([[1, 2, 1]])).shape
+    torch.Size([1, 3, 16])
+    """
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, *, backend: str | None = None,

@@ -9,7 +9,11 @@ from headwise.ops.glu import ACTIVATIONS, glu
 
 
 class GLU(nn.Module):
-    """`headwise.glu` with its activation: of two tensors, or of both halves of one."""
+    """`headwise.glu` with its activation: of two tensors, or of both halves of one.
+
+    >>> nn.GLU("gelu_tanh")(torch.randn(4, 96), torch.randn(4, 96)).shape
+    torch.Size([4, 96])
+    """
 
     def __init__(self, activation: str = "silu", *, backend: str | None = None) -> None:
         super().__init__()
@@ -25,7 +29,11 @@ class GLU(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """The feed-forward half of a layer: ``down(activation(gate(x)) * up(x))``; gate and up are one matrix product."""
+    """The feed-forward half of a layer: ``down(activation(gate(x)) * up(x))``; gate and up are one matrix product.
+
+    >>> nn.GatedMLP(64, 192)(torch.randn(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+    """
 
     def __init__(
         self, dim: int, hidden: int, activation: str = "silu", *, bias: bool = False, backend: str | None = None,

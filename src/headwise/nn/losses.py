@@ -35,7 +35,12 @@ class _Loss(nn.Module):
 
 
 class CrossEntropyLoss(_Loss):
-    """`headwise.cross_entropy` with its options. Classes are the last dimension of the logits."""
+    """`headwise.cross_entropy` with its options. Classes are the last dimension of the logits.
+
+    >>> loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+    >>> loss(torch.randn(4, 100), torch.randint(100, (4,))).shape
+    torch.Size([])
+    """
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(logits, targets, **self.options(), backend=self.backend)
@@ -45,6 +50,10 @@ class LinearCrossEntropyLoss(_Loss):
     """`headwise.linear_cross_entropy` with its options: the loss of ``hidden @ weight.T + bias``, without the logits.
 
     The weight, (V, H), is given to each call: it is the model's head, often its table of embeddings.
+
+    >>> loss, head = nn.LinearCrossEntropyLoss(), torch.randn(100, 64)
+    >>> loss(torch.randn(4, 64), head, torch.randint(100, (4,))).shape
+    torch.Size([])
     """
 
     def forward(

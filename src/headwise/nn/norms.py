@@ -16,6 +16,9 @@ class RMSNorm(nn.Module):
     """`headwise.rms_norm` over a last dimension of ``dim``, with its weight.
 
     elementwise_affine: False for no weight. weight_offset: added to the weight, which starts where their sum is one.
+
+    >>> norm = nn.RMSNorm(64)
+    >>> normed, h = norm(torch.randn(4, 64), torch.randn(4, 64))  # a residual: its sum comes back too
     """
 
     def __init__(
@@ -56,6 +59,9 @@ class LayerNorm(nn.Module):
     """`headwise.layer_norm` over a last dimension of ``dim``, with its weight and bias.
 
     elementwise_affine: False for neither. bias: False for a weight alone.
+
+    >>> nn.LayerNorm(64, bias=False)(torch.randn(4, 64)).shape
+    torch.Size([4, 64])
     """
 
     def __init__(

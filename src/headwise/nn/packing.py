@@ -13,7 +13,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each document of a packed batch lies. The tokens of all of them are laid end to end, ``(T, …)``."""
+    """Where each document of a packed batch lies. The tokens of all of them are laid end to end, ``(T, …)``.
+
+    >>> packing = nn.Packing.of([2, 3])
+    >>> packing.cu_seqlens.tolist(), packing.longest, packing.positions.tolist()
+    ([0, 2, 5], 3, [0, 1, 0, 1, 2])
+    """
 
     cu_seqlens: Tensor  # (documents + 1,) int32: 0, then where each one ends
     longest: int

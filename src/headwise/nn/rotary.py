@@ -33,7 +33,10 @@ class Scaling(Protocol):
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions are divided by ``factor``."""
+    """Positions are divided by ``factor``.
+
+    >>> rotary = nn.RotaryEmbedding(64, 8192, scaling=nn.LinearScaling(4.0))
+    """
 
     factor: float
 
@@ -46,7 +49,10 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """The rule of Llama 3.1: wavelengths over ``original_positions / low_frequency_factor`` are stretched."""
+    """The rule of Llama 3.1: wavelengths over ``original_positions / low_frequency_factor`` are stretched.
+
+    >>> rotary = nn.RotaryEmbedding(64, 8192, 500_000.0, scaling=nn.Llama3Scaling(8.0, 1.0, 4.0, 2048))
+    """
 
     factor: float = 8.0
     low_frequency_factor: float = 1.0
@@ -70,6 +76,8 @@ class YarnScaling:
 
     mscale, mscale_all_dim: DeepSeek's form of the magnitude. magnitude_factor: given as a number. whole_pairs: the
     passage begins and ends at whole pairs, as in the paper's code; gpt-oss has it off.
+
+    >>> rotary = nn.RotaryEmbedding(64, 8192, scaling=nn.YarnScaling(4.0, 2048))
     """
 
     factor: float
@@ -111,6 +119,9 @@ class RotaryEmbedding(nn.Module):
 
     The angles are computed in float64 and the tables stay float32: ``.to(torch.bfloat16)`` of a model does not round
     them, which would move positions past 256 by whole steps.
+
+    >>> rotary = nn.RotaryEmbedding(64, 8192)
+    >>> q, k = rotary(torch.randn(1, 8, 100, 64), torch.randn(1, 2, 100, 64))
     """
 
     cos: Tensor  # (positions, dim / 2)

@@ -32,7 +32,11 @@ def sliding_window(tokens: int | None) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """What defines the weights and the computation of a `TransformerLM`."""
+    """What defines the weights and the computation of a `TransformerLM`.
+
+    >>> nn.TransformerConfig(vocabulary=1000, dim=64, layers=2, heads=4, windows=(32, None)).head_width
+    16
+    """
 
     vocabulary: int
     dim: int
@@ -81,7 +85,11 @@ class TransformerConfig:
 
 
 class TransformerBlock(nn.Module):
-    """One layer. It takes and gives ``(x, residual)``: their sum is the stream, added inside the next norm's kernel."""
+    """One layer. It takes and gives ``(x, residual)``: their sum is the stream, added inside the next norm's kernel.
+
+    >>> block = nn.TransformerBlock(nn.TransformerConfig(1000, 64, 2, 4), layer=0)
+    >>> x, residual = block(torch.randn(2, 10, 64))
+    """
 
     def __init__(
         self, config: TransformerConfig, layer: int = 0, rotary: RotaryEmbedding | None = None,
@@ -114,6 +122,11 @@ class TransformerLM(nn.Module):
     """ids ``(B, S)``, or packed ``(T,)`` with ``packing=``, to logits, or with targets to the loss.
 
     The loss never builds the logits. ``how`` is what `Attention.forward` takes: positions, packing, lengths, cache.
+
+    >>> model = nn.TransformerLM(nn.TransformerConfig(vocabulary=1000, dim=64, layers=1, heads=4, positions=128))
+    >>> ids = torch.randint(1000, (2, 17))
+    >>> model(ids[:, :-1], ids[:, 1:]).shape  # given targets: the loss, without the logits
+    torch.Size([])
     """
 
     def __init__(self, config: TransformerConfig, *, backend: str | None = None) -> None:

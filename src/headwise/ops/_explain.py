@@ -83,11 +83,14 @@ def explain(op: str, *args: Any, arch: str | None = None, **kwargs: Any) -> Expl
 
     arch: answer as if the tensors were on a GPU of this architecture ("sm_90", "gfx942", …), which need not be here.
 
-    >>> print(hw.explain("attention", q, k, v, causal=True))
+    >>> q = torch.empty(1, 8, 1024, 64, dtype=torch.bfloat16)
+    >>> print(hw.explain("attention", q, q, q, causal=True))
     attention  bfloat16  on cpu  B=1 Hq=8 Hk=8 Sq=1024 Sk=1024 D=64 Dv=64  causal
-      triton  no: PyTorch sees no CUDA or ROCm GPU
-      webgpu  no: the package wgpu is not installed: pip install 'headwise[webgpu]'
+      triton  no: ...
+      webgpu  ...
     → cpu     runs
+    >>> hw.explain("attention", q, q, q, arch="sm_90").chosen
+    'triton'
     """
     return judge(describe(op, *args, **kwargs), arch=arch)
 

@@ -220,6 +220,8 @@ class Op:
         """
         if run is None:
             if backend == registry.META:
+                if registry.forced.planned is not None:
+                    registry.forced.planned.launchers.append((self.launcher, args))
                 run = _with_tensors(self.fake, args)
             else:
                 run = registry.recorder(backend, self.launcher)(args)

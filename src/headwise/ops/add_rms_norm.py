@@ -29,6 +29,11 @@ def add_rms_norm(
     h is rounded once to their dtype, and what is normalised is the rounded h. weight, eps, weight_offset: as in
     `rms_norm`. Each input is read once. Any strides; the results are contiguous. Differentiable in ``x``, ``residual`` and
     ``weight``, through both results.
+
+    >>> x, residual, weight = torch.randn(4, 64), torch.randn(4, 64), torch.ones(64)
+    >>> normed, h = hw.add_rms_norm(x, residual, weight)
+    >>> torch.equal(h, x + residual)
+    True
     """
     y, h, *_ = _forward((x, residual, weight), (eps, weight_offset), backend)
     return y, h
@@ -43,6 +48,9 @@ def add_rms_norm_backward(
     dx and dresidual are one tensor. grad_h: None where nothing but the norm used h. dweight is None where ``weight`` is.
     rstd: ``rsqrt(mean(h²) + eps)``, of shape (...,), float32 (float64 for float64), if it is at hand; else it is computed
     again. dweight is summed over the rows in a fixed order.
+
+    >>> h, weight = torch.randn(4, 64), torch.ones(64)
+    >>> dx, dresidual, dweight = hw.add_rms_norm_backward(torch.ones(4, 64), None, h, weight)
     """
     dx, dweight = _backward((grad, grad_h, h, weight, rstd), (eps, weight_offset), backend)
     return dx, dx, (None if weight is None else dweight)

@@ -38,6 +38,10 @@ def cross_entropy(
     The loss is float32 (float64 for float64 logits) whatever the dtype of the logits. Differentiable in ``logits``:
     kept for backward are the logits, the targets and two numbers per row, and the only array of the size of the logits
     that is made is their gradient.
+
+    >>> logits, targets = torch.zeros(3, 8), torch.tensor([1, 5, -100])  # the last one is ignored
+    >>> hw.cross_entropy(logits, targets)
+    tensor(2.0794)
     """
     options = (ignore_index, reduction, label_smoothing, z_loss, softcap)
     loss: Tensor = _forward((logits, targets), options, backend)[0]
@@ -51,6 +55,10 @@ def cross_entropy_forward_backward(
     """``(loss, dlogits)`` of `cross_entropy` in one pass over the logits.
 
     dlogits is the gradient of the returned loss, for "none" of its sum; contiguous, of the logits' dtype.
+
+    >>> loss, dlogits = hw.cross_entropy_forward_backward(torch.randn(3, 8), torch.tensor([1, 5, 0]))
+    >>> dlogits.shape
+    torch.Size([3, 8])
     """
     options = (ignore_index, reduction, label_smoothing, z_loss, softcap)
     loss, dlogits = _forward_backward((logits, targets), options, backend)

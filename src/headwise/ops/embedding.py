@@ -24,6 +24,10 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, ba
     padding_idx: the row that gets no gradient; a negative one counts from the end. Its value is read like any other.
     An id outside [0, V) gives a row of NaN. Differentiable in ``weight``: the gradient is summed in a fixed order,
     in float32 at least.
+
+    >>> hw.embedding(torch.tensor([2, 0]), torch.arange(6.0).reshape(3, 2))
+    tensor([[4., 5.],
+            [0., 1.]])
     """
     y: Tensor = _forward((ids, weight), (padding_idx,), backend)
     return y
@@ -35,6 +39,11 @@ def embedding_backward(
     """Gradient of the table, (num_embeddings, D), given the output's gradient ``grad`` ``(*ids.shape, D)``.
 
     Rows whose id never occurs, and the row of ``padding_idx``, are zeros.
+
+    >>> hw.embedding_backward(torch.ones(3, 2), torch.tensor([1, 1, 0]), num_embeddings=3)
+    tensor([[1., 1.],
+            [2., 2.],
+            [0., 0.]])
     """
     dweight: Tensor = _backward((grad, ids), (num_embeddings, padding_idx), backend)
     return dweight

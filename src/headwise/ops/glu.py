@@ -41,6 +41,11 @@ def glu(gate: Tensor, up: Tensor | None = None, activation: str = "silu", *, bac
 
     Differentiable in ``gate`` and ``up``. The backward computes the activation again: it keeps the inputs and nothing
     else, and changes neither.
+
+    >>> hw.glu(torch.tensor([2.0, -1.0]), torch.tensor([3.0, 5.0]), "relu")
+    tensor([6., 0.])
+    >>> hw.glu(torch.randn(4, 2 * 96)).shape  # gate and up from one tensor
+    torch.Size([4, 96])
     """
     y: Tensor = _forward((gate, up), (activation,), backend)
     return y
@@ -49,7 +54,11 @@ def glu(gate: Tensor, up: Tensor | None = None, activation: str = "silu", *, bac
 def glu_backward(
     grad: Tensor, gate: Tensor, up: Tensor | None = None, activation: str = "silu", *, backend: str | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``(dgate, dup)``, given the gradient ``grad`` of the output; of ``glu(gate_up)`` the one gradient of ``gate_up``."""
+    """``(dgate, dup)``, given the gradient ``grad`` of the output; of ``glu(gate_up)`` the one gradient of ``gate_up``.
+
+    >>> gate, up = torch.randn(2, 4, 96)
+    >>> dgate, dup = hw.glu_backward(torch.ones(4, 96), gate, up)
+    """
     dgate, dup = _backward((grad, gate, up), (activation,), backend)
     return dgate if up is None else (dgate, dup)
 

@@ -30,6 +30,9 @@ def layer_norm(
     weight, bias: (D,), each of x's dtype or float32; ``None`` leaves the factor or the summand out. The variance is that
     of the deviations from the mean, divided by D. The arithmetic is float32 at least and rounds once, to x's dtype.
     Any strides; the result is contiguous. Differentiable in ``x``, ``weight`` and ``bias``.
+
+    >>> hw.layer_norm(torch.tensor([[1.0, 4.0]]), torch.ones(2))
+    tensor([[-1.0000,  1.0000]])
     """
     y: Tensor = _forward((x, weight, bias), (eps,), backend)[0]
     return y
@@ -43,6 +46,9 @@ def layer_norm_backward(
 
     bias: only its dtype is used. The statistics of the rows are computed again; autograd keeps them. dweight and dbias are
     summed over the rows in a fixed order.
+
+    >>> x, weight, bias = torch.randn(4, 64), torch.ones(64), torch.zeros(64)
+    >>> dx, dweight, dbias = hw.layer_norm_backward(torch.ones(4, 64), x, weight, bias)
     """
     dx, dweight, dbias = _backward((grad, x, weight, bias, None), (eps,), backend)
     return dx, (None if weight is None else dweight), (None if bias is None else dbias)

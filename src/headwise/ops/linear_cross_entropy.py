@@ -101,6 +101,13 @@ def linear_cross_entropy(
     summed in float32 and rounded once; only those that are asked for are computed. "mean" and "sum" round once more
     where the gradient that arrives at the loss is not a power of two, and hidden is bfloat16. Hidden states of ignored
     tokens have to be finite.
+
+    >>> hidden, weight, targets = torch.randn(4, 32), torch.zeros(8, 32), torch.tensor([1, 5, 0, -100])
+    >>> hw.linear_cross_entropy(hidden, weight, targets)
+    tensor(2.0794)
+    >>> loss, logprobs = hw.linear_cross_entropy(hidden, weight, targets, return_logprobs=True)
+    >>> logprobs
+    tensor([-2.0794, -2.0794, -2.0794,  0.0000])
     """
     wanted = ""
     if torch.is_grad_enabled() and not (return_logprobs or return_entropy) and reduction != "none":
@@ -122,6 +129,11 @@ def linear_cross_entropy_forward_backward(
     """``(loss, dhidden, dweight, dbias)`` of `linear_cross_entropy` at once; dbias is None without a bias.
 
     The gradients are those of the returned loss, for "none" of its sum; contiguous, each of its input's dtype.
+
+    >>> hidden, weight, targets = torch.randn(4, 32), torch.randn(8, 32), torch.tensor([1, 5, 0, 2])
+    >>> loss, dhidden, dweight, dbias = hw.linear_cross_entropy_forward_backward(hidden, weight, targets)
+    >>> dweight.shape, dbias
+    (torch.Size([8, 32]), None)
     """
     letters = "hw" if bias is None else "hwb"
     options = (ignore_index, reduction, label_smoothing, z_loss, softcap, False, False, letters)

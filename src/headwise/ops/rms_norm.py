@@ -28,6 +28,9 @@ def rms_norm(
     weight: (D,), of x's dtype or float32; ``None`` leaves the last factor out. weight_offset: 1.0 for models that
     store the distance of the weight from one (Gemma). The arithmetic is float32 at least and rounds once, to x's dtype.
     Any strides; the result is contiguous. Differentiable in ``x`` and ``weight``.
+
+    >>> hw.rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2))
+    tensor([[0.8485, 1.1314]])
     """
     y: Tensor = _forward((x, weight), (eps, weight_offset), backend)[0]
     return y
@@ -41,6 +44,9 @@ def rms_norm_backward(
 
     rstd: ``rsqrt(mean(x²) + eps)``, of shape (...,), float32 (float64 for float64), if it is at hand; else it is
     computed again. dweight is summed over the rows in a fixed order.
+
+    >>> x, weight = torch.randn(4, 64), torch.ones(64)
+    >>> dx, dweight = hw.rms_norm_backward(torch.ones(4, 64), x, weight)
     """
     dx, dweight = _backward((grad, x, weight, rstd), (eps, weight_offset), backend)
     return dx, (None if weight is None else dweight)

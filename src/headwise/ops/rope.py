@@ -49,6 +49,12 @@ def rope(
     A position outside ``0 … P - 1`` gives a token of NaN, in all of its D elements. The arithmetic is float32 at least and
     rounds once. The result lies in memory as x does: heads inside where x is a transposed ``(B, S, H, D)``. Differentiable
     in x.
+
+    >>> angles = torch.outer(torch.arange(128.0), 10000 ** (-torch.arange(32) / 32))
+    >>> q, k = torch.randn(1, 8, 100, 64), torch.randn(1, 2, 100, 64)
+    >>> q, k = hw.rope((q, k), angles.cos(), angles.sin())
+    >>> k.shape
+    torch.Size([1, 2, 100, 64])
     """
     xs = _as_list("rope", "x", x)
     ys = _forward((*xs, cos, sin, positions), (interleaved,), backend)
@@ -69,7 +75,12 @@ def rope_backward(
     grad: Tensor | Pair, cos: Tensor, sin: Tensor, positions: Tensor | None = None, interleaved: bool = False, *,
     backend: str | None = None,
 ) -> Tensor | Pair:  # fmt: skip
-    """The gradient of x, given the gradient ``grad`` of the output, or of a pair, given a pair: the inverse rotation."""
+    """The gradient of x, given the gradient ``grad`` of the output, or of a pair, given a pair: the inverse rotation.
+
+    >>> angles = torch.outer(torch.arange(128.0), 10000 ** (-torch.arange(32) / 32))
+    >>> hw.rope_backward(torch.randn(1, 8, 100, 64), angles.cos(), angles.sin()).shape
+    torch.Size([1, 8, 100, 64])
+    """
     grads = _as_list("rope_backward", "grad", grad)
     found = _backward((*grads, cos, sin, positions), (interleaved,), backend)
     return found[0] if isinstance(grad, Tensor) else tuple(found)

@@ -21,13 +21,22 @@ def softmax(x: Tensor, *, backend: str | None = None) -> Tensor:
     """Softmax over the last dimension of ``x`` (any rank from 1, any strides); the result is contiguous, of x's dtype.
 
     The arithmetic is float32 at least. Differentiable in ``x``.
+
+    >>> hw.softmax(torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]]))
+    tensor([[0.5000, 0.5000],
+            [0.0000, 0.0000]])
     """
     y: Tensor = _forward((x,), (), backend)
     return y
 
 
 def softmax_backward(probs: Tensor, grad: Tensor, *, backend: str | None = None) -> Tensor:
-    """Gradient of the softmax input, given its output ``probs`` and the output's gradient ``grad``."""
+    """Gradient of the softmax input, given its output ``probs`` and the output's gradient ``grad``.
+
+    >>> probs = hw.softmax(torch.randn(4, 10))
+    >>> hw.softmax_backward(probs, torch.randn(4, 10)).shape
+    torch.Size([4, 10])
+    """
     dx: Tensor = _backward((probs, grad), (), backend)
     return dx
 

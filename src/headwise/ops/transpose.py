@@ -21,6 +21,11 @@ def transpose(x: Tensor, *, backend: str | None = None) -> Tensor:
     """``x`` (..., M, N) with its last two dimensions exchanged: (..., N, M), contiguous, always a copy.
 
     Any dtype of 1, 2, 4 or 8 bytes, any strides. Differentiable in ``x`` where its dtype is.
+
+    >>> hw.transpose(torch.arange(6).reshape(2, 3))
+    tensor([[0, 3],
+            [1, 4],
+            [2, 5]])
     """
     if isinstance(x, Tensor) and x.dtype.is_complex and x.is_conj():  # torch.compile does not trace is_conj
         x = x.resolve_conj()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,17 +19,45 @@ if TYPE_CHECKING:
     from headwise.ops.attention._arguments import Attention, AttentionBackward, Packing
 
 
+Places: TypeAlias = slice | Tensor  # a range of tokens, or their indices
+
+
 class _Piece(NamedTuple):
-    """What one problem covers: a packed sequence, the rows and keys of a batch entry that exist, or everything."""
+    """What one problem covers: what exists of a batch entry, packed sequences of one shape, or everything."""
 
     batch: slice = ALL
-    rows: slice = ALL
-    keys: slice = ALL
-    number: int = 0  # of the sequence or batch entry; with `first_key`, what dropout counts from
+    rows: Places = ALL
+    keys: Places = ALL
+    number: int = 0  # of the (first) sequence or batch entry; with `first_key`, what dropout counts from
     first_key: int = 0
+    sequences: int = 1  # of a packed batch: they are the batch of the problem
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        return _take(x, self.batch, self.rows, self.sequences)
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        return _take(x, self.batch, self.keys, self.sequences)
+
+
+def _take(x: Tensor, batch: slice, places: Places, count: int) -> Tensor:
+    """``(B, H, S, ·)``, or without the last dim: the part of a piece. A view, unless its places are given one by one."""
+    if isinstance(places, Tensor):
+        part = x[0].transpose(0, 1).index_select(0, places).transpose(0, 1)[None]
+    else:
+        part = x[batch, :, places]
+    return part if count == 1 else part[0].unflatten(1, (count, part.shape[2] // count)).transpose(0, 1)
+
+
+def _put(x: Tensor, batch: slice, places: Places, count: int, part: Tensor) -> None:
+    """The reverse of `_take`."""
+    if isinstance(places, Tensor):
+        x[0].transpose(0, 1).index_copy_(0, places, part.transpose(1, 2).flatten(0, 1).to(x.dtype))
+    else:
+        _take(x, batch, places, count).copy_(part)
 
 
 _EVERYTHING = _Piece()
+_SHORT = 256  # tokens of a sequence
 
 
 class _Call(NamedTuple):
@@ -37,20 +65,32 @@ class _Call(NamedTuple):
     pieces: list[_Piece]
     bad: list[slice]  # batch entries whose lengths make no sense: NaN
 
+    @property
+    def is_whole(self) -> bool:
+        return len(self.pieces) == 1 and self.pieces[0] is _EVERYTHING
+
     def problem(self, piece: _Piece) -> Problem:
-        batch, rows, keys, number, first_key = piece
-        q, k, v = self.whole.q[batch, :, rows], self.whole.k[batch, :, keys], self.whole.v[batch, :, keys]
-        mask, bias = (scores_slice(x, rows, keys, batch) for x in (self.whole.mask, self.whole.bias))
+        q, k, v = piece.of_rows(self.whole.q), piece.of_keys(self.whole.k), piece.of_keys(self.whole.v)
+        mask, bias = (self.of_scores(x, piece) for x in (self.whole.mask, self.whole.bias))
         band = self.whole.band._replace(offset=k.shape[2] - q.shape[2])
         dropout = self.whole.dropout
         if dropout is not None:
-            dropout = dropout._replace(batch=number, key=first_key)
+            dropout = dropout._replace(batch=piece.number, key=piece.first_key)
         return self.whole._replace(q=q, k=k, v=v, mask=mask, bias=bias, band=band, dropout=dropout)
+
+    @staticmethod
+    def of_scores(x: Tensor | None, piece: _Piece) -> Tensor | None:
+        """The part of a mask or bias that belongs to a piece. Packed calls have none."""
+        if x is None:
+            return None
+        assert isinstance(piece.rows, slice)
+        assert isinstance(piece.keys, slice)
+        return scores_slice(x, piece.rows, piece.keys, piece.batch)
 
 
 def attention_forward(args: Attention) -> tuple[Tensor, Tensor]:
     call, q, packing = _read(args), args.q, args.packing
-    if call.pieces == [_EVERYTHING] and args.sink is None and not (args.flags.softcap or args.flags.dropout):
+    if call.is_whole and args.sink is None and not (args.flags.softcap or args.flags.dropout):
         done = flash_whole(call.whole)
         if done is not None:
             return done
@@ -65,8 +105,12 @@ def attention_forward(args: Attention) -> tuple[Tensor, Tensor]:
         lse.fill_(-torch.inf)
     dense_out, dense_lse = _dense(out, packing), _dense_rows(lse, packing)
     for piece in call.pieces:
-        rows = (piece.batch, ALL, piece.rows)
-        engine.forward(call.problem(piece), args.sink, dense_out[rows], dense_lse[rows])
+        # Views, or copies that have to be put back.
+        parts = piece.of_rows(dense_out), piece.of_rows(dense_lse)
+        engine.forward(call.problem(piece), args.sink, *parts)
+        if isinstance(piece.rows, Tensor):
+            for whole, part in zip((dense_out, dense_lse), parts, strict=True):
+                _put(whole, piece.batch, piece.rows, piece.sequences, part)
     for entry in call.bad:
         dense_out[entry], dense_lse[entry] = torch.nan, torch.nan
     return out, lse
@@ -79,20 +123,19 @@ def attention_backward(args: AttentionBackward) -> tuple[Tensor, Tensor, Tensor,
     saved = Saved(grad_out, grad_lse, out, _dense_rows(args.lse, packing))
     dbias = _accumulator(call.whole.bias if args.need_bias else None, args.lse.dtype)
     dsink = _accumulator(forward.sink if args.need_sink else None, args.lse.dtype)
-    if call.pieces == [_EVERYTHING]:
+    if call.is_whole:
         found = engine.backward(call.whole, forward.sink, saved, dbias, dsink)
         dq, dk, dv = (_heads_inside(x, forward.q.dtype) for x in found)
     else:
         dq, dk, dv = (_zeros_of_gradient(x) for x in (forward.q, forward.k, forward.v))
         grads = [_dense(x, packing) for x in (dq, dk, dv)]
         for piece in call.pieces:
-            rows, keys = (piece.batch, ALL, piece.rows), (piece.batch, ALL, piece.keys)
+            of_rows = Saved(*(None if x is None else piece.of_rows(x) for x in saved))  # type: ignore[arg-type]
             found = engine.backward(
-                call.problem(piece), forward.sink, saved.of_rows(rows),
-                scores_slice(dbias, piece.rows, piece.keys, piece.batch), dsink,
+                call.problem(piece), forward.sink, of_rows, call.of_scores(dbias, piece), dsink
             )  # fmt: skip
-            for grad, place, x in zip(grads, (rows, keys, keys), found, strict=True):
-                grad[place] = x
+            for grad, places, x in zip(grads, (piece.rows, piece.keys, piece.keys), found, strict=True):
+                _put(grad, piece.batch, places, piece.sequences, x)
         for entry in call.bad:
             for undefined in (*(grad[entry] for grad in grads), scores_slice(dbias, ALL, ALL, entry), dsink):
                 if undefined is not None:
@@ -107,7 +150,7 @@ def _read(args: Attention) -> _Call:
     dropout = of_flags(args.flags, args.dropout_seed)
     whole = Problem(q, k, v, mask, bias, band, args.flags.scale, args.flags.softcap, dropout)
     if args.packing is not None:
-        sequences = _sequences(args.packing, q.shape[2], k.shape[2])
+        sequences = _sequences(args.packing, q.shape[2], k.shape[2], may_gather=dropout is None)
         return _Call(whole, [], [ALL]) if sequences is None else _Call(whole, sequences, [])
     if args.q_lengths is None and args.kv_starts is None and args.kv_lengths is None:
         return _Call(whole, [_EVERYTHING], [])
@@ -126,15 +169,44 @@ def _read(args: Attention) -> _Call:
     return call
 
 
-def _sequences(packing: Packing, rows: int, keys: int) -> list[_Piece] | None:
-    """None if the offsets make no sense."""
-    both = []
+def _sequences(packing: Packing, rows: int, keys: int, may_gather: bool) -> list[_Piece] | None:
+    """Packed sequences, those of one shape together. None if the offsets make no sense.
+
+    Neighbours of one shape are a view. Short ones that lie apart are gathered if ``may_gather``: a call of the kernel costs
+    as much as some dozen tokens.
+    """
+    starts, lengths = [], []
     for offsets, total, longest in ((packing.cu_q, rows, packing.max_q), (packing.cu_k, keys, packing.max_k)):
         bounds = offsets.tolist()
-        if bounds[0] != 0 or bounds[-1] > total or any(not 0 <= b - a <= longest for a, b in pairwise(bounds)):
+        starts.append(bounds[:-1])
+        lengths.append([b - a for a, b in pairwise(bounds)])
+        if bounds[0] != 0 or bounds[-1] > total or any(not 0 <= n <= longest for n in lengths[-1]):
             return None
-        both.append([slice(a, b) for a, b in pairwise(bounds)])
-    return [_Piece(ALL, of_q, of_k, number) for number, (of_q, of_k) in enumerate(zip(*both, strict=True))]
+    members: dict[tuple[int, int], list[int]] = {}
+    pieces = []
+    number = 0
+    for shape, run in groupby(zip(*lengths, strict=True)):
+        count = sum(1 for _ in run)
+        if may_gather and 0 < max(shape) <= _SHORT:
+            members.setdefault(shape, []).extend(range(number, number + count))
+        elif max(shape) > 0:
+            pieces.append(_neighbours(starts, shape, number, count))
+        number += count
+    for shape, numbers in members.items():
+        if numbers[-1] - numbers[0] + 1 == len(numbers):
+            pieces.append(_neighbours(starts, shape, numbers[0], len(numbers)))
+        else:
+            places = [
+                (torch.tensor([start[i] for i in numbers])[:, None] + torch.arange(n)).flatten()
+                for start, n in zip(starts, shape, strict=True)
+            ]
+            pieces.append(_Piece(ALL, places[0], places[1], sequences=len(numbers)))
+    return pieces
+
+
+def _neighbours(starts: list[list[int]], shape: tuple[int, int], number: int, count: int) -> _Piece:
+    of_q, of_k = (slice(start[number], start[number] + count * n) for start, n in zip(starts, shape, strict=True))
+    return _Piece(ALL, of_q, of_k, number, sequences=count)
 
 
 def _dense(x: Tensor, packing: Packing | None) -> Tensor:

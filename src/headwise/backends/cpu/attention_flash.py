@@ -9,13 +9,14 @@ Its backward takes any lse: with that of all keys, the gradients of a range are 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from headwise.backends.cpu.attention_band import Segment, segments
+from headwise.backends.cpu.attention_mask import Block, Range, masked_blocks
 from headwise.backends.cpu.attention_problem import (
     ALL,
     Problem,
@@ -30,8 +31,7 @@ from headwise.layout import statistics_dtype
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-_MASKED_ROWS = 256
-_MASK_ELEMENTS = 1 << 22  # floats of additive mask alive at once
+_BAND_ROWS = 256
 _SMALLEST_FULL = 256  # a shorter range of fully visible keys is not worth a call of its own
 
 
@@ -56,28 +56,82 @@ def _whole_segment(problem: Problem) -> Segment | None:
     return found[0] if simple else None
 
 
-def _calls(problem: Problem, start: int, stop: int) -> Iterator[tuple[Segment, bool, Any]]:
-    """The calls of PyTorch's kernel for a block of rows: the segment, whether it is causal, and the inputs."""
-    for segment in _segments(problem, start, stop):
-        inputs = _segment_inputs(problem, start, stop, segment)
-        if inputs is not None:
-            yield segment, segment.kind == "diagonal" and inputs[3] is None, inputs
+class _Call(NamedTuple):
+    """One call of PyTorch's kernel: a range of keys for a block of rows."""
+
+    segment: Segment
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    additive: Tensor | None
+
+    def empty(self, lse: Tensor) -> Tensor | None:
+        """bool, like lse: the rows that see nothing of the range; None if there are none.
+
+        The kernel gives such a row an lse of 0, or NaN where the keys or the row hold one. Others may have that as well: so
+        the mask is asked, but only then.
+        """
+        if self.additive is None or not ((lse == 0) | lse.isnan()).any():
+            return None
+        empty = (self.additive == -torch.inf).all(-1).expand(lse.shape)
+        return empty if empty.any() else None
+
+
+def _calls(problem: Problem, block: Block, has_hidden_values: bool) -> Iterator[_Call]:
+    """``problem``: of the batch entries of the block."""
+    for segment, additive in block.ranges:
+        dtype = statistics_dtype(problem.q.dtype)
+        q = problem.q[:, :, block.start : block.stop].to(dtype)
+        k, v = (x[:, :, segment.start : segment.stop].to(dtype) for x in (problem.k, problem.v))
+        if not additive:
+            yield _Call(segment, q, k, v, segment.kind == "diagonal", None)
+            continue
+        seen = seen_scores(problem, block.start, block.stop, segment)
+        if has_hidden_values:
+            k, v = (without_hidden_keys(x, seen, problem) for x in (k, v))
+        bias = scores_slice(problem.bias, slice(block.start, block.stop), slice(segment.start, segment.stop))
+        scores = _additive(seen, bias, dtype).expand(*q.shape[:3], k.shape[2])
+        yield _Call(segment, q, k, v, False, scores)
+
+
+def _additive(seen: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The bias, with -inf where a score is not seen."""
+    if seen is None:
+        assert bias is not None
+        return bias.to(dtype)
+    if bias is not None:
+        return torch.where(seen, bias.to(dtype), -torch.inf)
+    # 0 and -inf by arithmetic: `where` takes ten times as long.
+    zeros_and_ones = seen.to(dtype)
+    return zeros_and_ones.sub_(1).mul_(torch.finfo(dtype).max).mul_(2)
+
+
+def _has_hidden_values(problem: Problem) -> bool:
+    """May keys that a mask hides from all hold NaN or infinity? Zero times those is NaN, so they have to be looked for."""
+    if problem.mask is None:
+        return False
+    return any(not x.sum(dtype=statistics_dtype(x.dtype)).isfinite() for x in (problem.k, problem.v))
 
 
 def flash_forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill out ``(B, Hq, Sq, Dv)`` and lse ``(B, Hq, Sq)``."""
     width = problem.v.shape[3]
     problem = _same_head_dims(problem)
-    for start, stop in _row_blocks(problem):
+    has_hidden_values = _has_hidden_values(problem)
+    for block in _blocks(problem):
         outs, lses = [], []
-        for _, causal, (q, k, v, additive, empty) in _calls(problem, start, stop):
-            partial_out, partial_lse = _kernel(q, k, v, 0.0, causal, attn_mask=additive, scale=problem.scale)
+        for call in _calls(problem.of_batch(block.batch), block, has_hidden_values):
+            found, found_lse = _kernel(
+                call.q, call.k, call.v, 0.0, call.causal, attn_mask=call.additive, scale=problem.scale
+            )
+            empty = call.empty(found_lse)
             if empty is not None:
-                partial_out = partial_out.masked_fill(empty[..., None], 0.0)
-                partial_lse = partial_lse.masked_fill(empty, -torch.inf)
-            outs.append(partial_out)
-            lses.append(partial_lse)
-        rows = (ALL, ALL, slice(start, stop))
+                found = found.masked_fill(empty[..., None], 0.0)
+                found_lse = found_lse.masked_fill(empty, -torch.inf)
+            outs.append(found)
+            lses.append(found_lse)
+        rows = (block.batch, ALL, slice(block.start, block.stop))
         if not outs:
             out[rows], lse[rows] = 0.0, -torch.inf
         else:
@@ -96,41 +150,28 @@ def flash_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor)
         grads = _kernel_backward(*tensors, lse, 0.0, whole.kind == "diagonal", scale=problem.scale)
     else:
         grads = [accumulator(x) for x in (problem.q, problem.k, problem.v)]
-        for start, stop in _row_blocks(problem):
-            rows = (ALL, ALL, slice(start, stop))
-            for segment, causal, (q, k, v, additive, _) in _calls(problem, start, stop):
+        has_hidden_values = _has_hidden_values(problem)
+        for block in _blocks(problem):
+            rows = (block.batch, ALL, slice(block.start, block.stop))
+            for call in _calls(problem.of_batch(block.batch), block, has_hidden_values):
                 partials = _kernel_backward(
-                    grad_out[rows].to(q.dtype), q, k, v, out[rows].to(q.dtype), lse[rows], 0.0, causal,
-                    attn_mask=additive, scale=problem.scale,
+                    grad_out[rows].to(call.q.dtype), call.q, call.k, call.v, out[rows].to(call.q.dtype), lse[rows], 0.0,
+                    call.causal, attn_mask=call.additive, scale=problem.scale,
                 )  # fmt: skip
-                keys = (ALL, ALL, slice(segment.start, segment.stop))
+                keys = (block.batch, ALL, slice(call.segment.start, call.segment.stop))
                 for total, place, partial in zip(grads, (rows, keys, keys), partials, strict=True):
                     total[place] += partial
     dq, dk, dv = (x[..., :width] for x, width in zip(grads, widths, strict=True))
     return dq, dk, dv
 
 
-def _segment_inputs(
-    problem: Problem, start: int, stop: int, segment: Segment
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None:
-    """q, k, v of the segment, the additive mask, and which rows see nothing of it; None if no row sees anything."""
-    dtype = statistics_dtype(problem.q.dtype)
-    q = problem.q[:, :, start:stop].to(dtype)
-    k, v = (x[:, :, segment.start : segment.stop].to(dtype) for x in (problem.k, problem.v))
-    if problem.mask is None and problem.bias is None and segment.kind != "partial":
-        return q, k, v, None, None
-    seen = seen_scores(problem, start, stop, segment)
-    if seen is not None and not seen.any():
-        return None
-    k, v = (without_hidden_keys(x, seen, problem) for x in (k, v))
-    rows, keys = stop - start, segment.stop - segment.start
-    bias = scores_slice(problem.bias, slice(start, stop), slice(segment.start, segment.stop))
-    additive = torch.zeros((), dtype=dtype) if bias is None else bias.to(dtype)
-    if seen is not None:
-        additive = torch.where(seen, additive, -torch.inf)
-    empty = (additive == -torch.inf).expand(*additive.shape[:2], rows, keys).all(-1)
-    additive = additive.expand(q.shape[0], q.shape[1], rows, keys)
-    return q, k, v, additive, empty if empty.any() else None
+def _blocks(problem: Problem) -> Iterator[Block]:
+    if problem.mask is not None or problem.bias is not None:
+        yield from masked_blocks(problem)
+        return
+    for start, stop in _row_blocks(problem):
+        found = segments(start, stop, problem.k.shape[2], problem.band, _SMALLEST_FULL)
+        yield Block(ALL, start, stop, [Range(segment, segment.kind == "partial") for segment in found])
 
 
 def _row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
@@ -145,29 +186,12 @@ def _row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
 
 def _rows_per_block(problem: Problem) -> int:
     band, rows = problem.band, max(problem.q.shape[2], 1)
-    if problem.mask is not None or problem.bias is not None:
-        return min(rows, _MASKED_ROWS)
     if band.left >= 0:
         # A block sees its own rows plus the window; with a quarter of the window in rows, few scores are masked.
         return min(rows, max(64, min(1024, (band.left + max(band.right, 0) + 1) // 4)))
     if band.right > 0:
-        return min(rows, _MASKED_ROWS)
+        return min(rows, _BAND_ROWS)
     return rows  # full, or causal: nothing but a full rectangle and a square with its diagonal
-
-
-def _segments(problem: Problem, start: int, stop: int) -> list[Segment]:
-    found = segments(start, stop, problem.k.shape[2], problem.band, _SMALLEST_FULL)
-    if problem.mask is None and problem.bias is None:
-        return found
-    # Masks are turned into floats piece by piece, never as a whole.
-    scores = [x for x in (problem.mask, problem.bias) if x is not None]
-    planes = max(x.shape[0] for x in scores) * max(x.shape[1] for x in scores)
-    step = max(64, _MASK_ELEMENTS // max(1, planes * (stop - start)))
-    return [
-        Segment(low, min(low + step, segment.stop), "full" if segment.kind == "full" else "partial")
-        for segment in found
-        for low in range(segment.start, segment.stop, step)
-    ]
 
 
 def _same_head_dims(problem: Problem) -> Problem:

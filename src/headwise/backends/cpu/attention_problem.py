@@ -28,6 +28,14 @@ class Problem(NamedTuple):
     softcap: float  # 0: none
     dropout: Dropout | None = None
 
+    def of_batch(self, batch: slice) -> Problem:
+        """Of some batch entries, without dropout, which counts them."""
+        if batch == ALL:
+            return self
+        q, k, v = (x[batch] for x in (self.q, self.k, self.v))
+        mask, bias = (scores_slice(x, ALL, ALL, batch) for x in (self.mask, self.bias))
+        return self._replace(q=q, k=k, v=v, mask=mask, bias=bias)
+
 
 class Saved(NamedTuple):
     """What a backward gets for the rows of a problem, beside its inputs."""

@@ -11,13 +11,14 @@ from headwise import layout
 from headwise.backends.cpu import attention_engine as engine
 from headwise.backends.cpu.attention_band import Band
 from headwise.backends.cpu.attention_problem import Problem
-from headwise.backends.cpu.merge import merge
+from headwise.backends.cpu.merge import merge, merge_batch
 
 if TYPE_CHECKING:
     from headwise.ops.attention._arguments import Decode
 
 
-_KEYS_AT_ONCE = 8192  # bounds the copies where keys are converted for the kernel (16 bits, D ≠ Dv)
+_SPLIT = 512  # keys of a split: from a sequence's own length, so that its bits do not depend on the batch
+_KEYS_AT_ONCE = 16384  # bounds the copies where keys are converted for the kernel (16 bits, D ≠ Dv)
 
 
 def attention_decode(args: Decode) -> tuple[Tensor, Tensor]:
@@ -58,26 +59,56 @@ def _sequence(args: Decode, b: int, start: int, stop: int) -> tuple[Tensor, Tens
 
 def _decode_one(q: Tensor, k: Tensor, v: Tensor, args: Decode) -> tuple[Tensor, Tensor]:
     """q ``(1, Hq, Sq, D)`` over the keys of its sequence, ``(1, Hk, ·, ·)``."""
-    flags, shape = args.flags, (*q.shape[:3], v.shape[3])
-    band = Band(flags.left, flags.right, k.shape[2] - q.shape[2])
-    if q.shape[2] == 1 and k.shape[2] > 0:
-        # One token sees one range of keys, so that is cut out. The query heads of a key head then are the rows of one
-        # problem, and share one read of the cache.
-        first = 0 if flags.left < 0 else max(0, k.shape[2] - 1 - flags.left)
-        k, v = k[:, :, first:], v[:, :, first:]
-        q = q.reshape(1, k.shape[1], -1, q.shape[3])
-        band = Band(-1, -1, 0)
-    outs, lses = [], []
-    size = -(-k.shape[2] // args.num_splits) or 1 if args.num_splits else _KEYS_AT_ONCE
-    for start in range(0, max(k.shape[2], 1), size):
-        keys = slice(start, start + size)
-        moved = band._replace(offset=band.offset - start)
-        problem = Problem(q, k[:, :, keys], v[:, :, keys], None, None, moved, flags.scale, flags.softcap)
-        outs.append(q.new_empty((*q.shape[:3], shape[3])))
-        lses.append(q.new_empty(q.shape[:3], dtype=layout.statistics_dtype(q.dtype)))
+    flags, shape, keys = args.flags, (*q.shape[:3], v.shape[3]), k.shape[2]
+    # Keys that every row sees are one range. There all rows of a key head, of whatever query head and token, are rows of
+    # one matrix and share one read of the cache. The last few keys, which later tokens see alone, are attention as ever.
+    first = 0 if flags.left < 0 else max(0, keys - 1 - flags.left)
+    stop = max(first, keys + 1 - q.shape[2])
+    if flags.left >= 0 and q.shape[2] > 1:
+        first, stop = 0, 0  # a window moves with its row
+    outs, lses = _seen_by_all(q, k[:, :, first:stop], v[:, :, first:stop], args)
+    if stop < keys or not outs:
+        rest = slice(stop, keys)
+        band = Band(flags.left, flags.right, keys - q.shape[2] - stop)
+        problem = Problem(q, k[:, :, rest], v[:, :, rest], None, None, band, flags.scale, flags.softcap)
+        outs.append(q.new_empty(shape, dtype=layout.statistics_dtype(q.dtype)))
+        lses.append(outs[-1].new_empty(shape[:3]))
         engine.forward(problem, None, outs[-1], lses[-1])
     out, lse = (outs[0], lses[0]) if len(outs) == 1 else merge(outs, lses)
-    out, lse = out.reshape(shape), lse.reshape(shape[:3])
     if args.sink is not None:
         engine.join_sink(out, lse, args.sink)
     return out, lse
+
+
+def _seen_by_all(q: Tensor, k: Tensor, v: Tensor, args: Decode) -> tuple[list[Tensor], list[Tensor]]:
+    """Results of ranges of these keys, which all rows see, in the shape of q.
+
+    Ranges are cut into splits, which are the batch of one problem: so the keys of a single head fill all cores.
+    """
+    keys = k.shape[2]
+    split = -(-keys // args.num_splits) or 1 if args.num_splits else _SPLIT
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    rows = q.reshape(1, k.shape[1], q.shape[1] // k.shape[1] * q.shape[2], q.shape[3])
+    converted = q.dtype != layout.statistics_dtype(q.dtype) or k.shape[3] != v.shape[3]
+    at_once = max(1, (_KEYS_AT_ONCE if converted else keys) // split)
+    start = 0
+    while start < keys:
+        count = min(at_once, (keys - start) // split)
+        size = split if count else keys - start
+        count = max(count, 1)
+        ks, vs = (
+            x[0, :, start : start + count * size].unflatten(1, (count, size)).transpose(0, 1) for x in (k, v)
+        )  # fmt: skip
+        problem = Problem(
+            rows.expand(count, -1, -1, -1), ks, vs, None, None, Band(-1, -1, 0), args.flags.scale, args.flags.softcap
+        )  # fmt: skip
+        part = q.new_empty((count, *rows.shape[1:3], v.shape[3]), dtype=layout.statistics_dtype(q.dtype))
+        lse = part.new_empty(part.shape[:3])
+        engine.forward(problem, None, part, lse)
+        if count > 1:
+            part, lse = merge_batch(part, lse)
+        outs.append(part.view(*q.shape[:3], v.shape[3]))
+        lses.append(lse.view(q.shape[:3]))
+        start += count * size
+    return outs, lses

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.backends.cpu.row_blocks import BLOCK, row_blocks, scratch_for, working_copy
+from headwise.backends.cpu.row_blocks import BLOCK, Scratch, block_size, row_blocks, scratch_for, working_copy
 from headwise.backends.cpu.threads import in_threads
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _TANH_SLOPE, _TANH_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 class _Activation(NamedTuple):
     value: Callable[[Tensor, Tensor], Tensor]  # value(a, out): f(a), written to out
     slope: Callable[
-        [Tensor, Tensor, Tensor, Tensor], Tensor
+        [Tensor, Tensor, Scratch, Scratch], Tensor
     ]  # slope(h, a, s, t): h · f'(a), written to h; s, t are free
 
 
@@ -39,17 +39,18 @@ def glu_forward(args: Glu) -> Tensor:
     if y.numel() == 0:
         return y
     (gate, up), (y_rows,) = _as_rows([gate, up], [y])
+    elements = block_size(y, _ELEMENTS)
 
     def work(thread: int, threads: int) -> None:
-        copy, scratch = scratch_for(gate, 2, _ELEMENTS)
-        for rows, (a_block, u) in islice(row_blocks(gate, up, elements=_ELEMENTS), thread, None, threads):
+        copy, scratch = scratch_for(gate, 2, elements)
+        for rows, (a_block, u) in islice(row_blocks(gate, up, elements=elements), thread, None, threads):
             a, out = working_copy(a_block, copy), y_rows[rows]
             if out.dtype == a.dtype:
                 value(a, out).mul_(u)
             else:
                 out.copy_(value(a, scratch[: out.shape[0]]).mul_(u))
 
-    in_threads(work, most=-(-y.numel() // _ELEMENTS))
+    in_threads(work, most=-(-y.numel() // elements))
     return y
 
 
@@ -62,14 +63,15 @@ def glu_backward(args: GluBackward) -> tuple[Tensor, Tensor | None]:
         return both
     dgate, dup = results if args.up is not None else results[0].chunk(2, -1)
     (gate, up, grad), targets = _as_rows([gate, up, args.grad], [dgate, dup])
+    elements = block_size(gate, _ELEMENTS)
 
     def work(thread: int, threads: int) -> None:
-        a_copy, g_copy, u_copy, scratch = scratch_for(gate, 4, _ELEMENTS)
-        blocks = row_blocks(gate, up, grad, elements=_ELEMENTS)
+        a_copy, g_copy, u_copy, scratch = scratch_for(gate, 4, elements)
+        blocks = row_blocks(gate, up, grad, elements=elements)
         for rows, (a_block, u_block, g_block) in islice(blocks, thread, None, threads):
             a, g, u = working_copy(a_block, a_copy), working_copy(g_block, g_copy), working_copy(u_block, u_copy)
             dgate_block, dup_block = (target[rows] for target in targets)
-            free = g_copy[: len(a)], u_copy[: len(a)]  # once g · u is known
+            free = g_copy, u_copy  # once g · u is known
             if dup_block.dtype == a.dtype:
                 value(a, dup_block).mul_(g)
                 slope(torch.mul(g, u, out=dgate_block), a, *free)
@@ -77,7 +79,7 @@ def glu_backward(args: GluBackward) -> tuple[Tensor, Tensor | None]:
                 dup_block.copy_(value(a, scratch[: len(a)]).mul_(g))
                 dgate_block.copy_(slope(torch.mul(g, u, out=scratch[: len(a)]), a, *free))
 
-    in_threads(work, most=-(-gate.numel() // _ELEMENTS))
+    in_threads(work, most=-(-gate.numel() // elements))
     return both
 
 
@@ -102,7 +104,8 @@ def _tanh_argument(a: Tensor, out: Tensor) -> Tensor:
     return torch.mul(a, a, out=out).mul_(_TANH_SLOPE * _TANH_CUBE).add_(_TANH_SLOPE).mul_(a)
 
 
-def _gelu_tanh_slope(h: Tensor, a: Tensor, s: Tensor, t: Tensor) -> Tensor:
+def _gelu_tanh_slope(h: Tensor, a: Tensor, first: Scratch, second: Scratch) -> Tensor:
+    s, t = first[: len(a)], second[: len(a)]
     _tanh_argument(a, s).sigmoid_()
     # a times the slope of the argument, times 1 - s
     torch.mul(a, a, out=t).mul_(3 * _TANH_SLOPE * _TANH_CUBE).add_(_TANH_SLOPE).mul_(a)
@@ -122,11 +125,11 @@ _ACTIVATIONS = {
     ),
     "relu2": _Activation(
         lambda a, out: torch.clamp_min(a, 0, out=out).square_(),
-        lambda h, a, s, t: h.mul_(torch.clamp_min(a, 0, out=s)).mul_(2),
+        lambda h, a, s, t: h.mul_(torch.clamp_min(a, 0, out=s[: len(a)])).mul_(2),
     ),
     "sigmoid": _Activation(
         lambda a, out: torch.sigmoid(a, out=out),
-        lambda h, a, s, t: _aten.sigmoid_backward.grad_input(h, torch.sigmoid(a, out=s), grad_input=h),
+        lambda h, a, s, t: _aten.sigmoid_backward.grad_input(h, torch.sigmoid(a, out=s[: len(a)]), grad_input=h),
     ),
     "identity": _Activation(lambda a, out: out.copy_(a), lambda h, a, s, t: h),
 }

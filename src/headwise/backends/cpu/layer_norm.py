@@ -31,9 +31,12 @@ def layer_norm_forward(args: LayerNorm) -> tuple[Tensor, Tensor]:
         return torch.empty(x.shape, dtype=x.dtype), torch.zeros((*x.shape[:-1], 3), dtype=statistics_dtype(x.dtype))
     weight, bias = _parameters(args)
     y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, args.eps)
+    some_far = _some_far(mean, rstd)
+    if not (some_far or args.with_statistics):
+        return y, mean  # nobody reads it
     statistics = torch.cat((mean, torch.zeros_like(mean), rstd), -1)  # from three of (..., 1)
-    far = _far(mean, rstd).view(-1)
-    if far.any():
+    if some_far:
+        far = _far(mean, rstd).view(-1)
         y_rows, of_rows = y.view(-1, *shape), statistics.view(-1, 3)
         (scratch,) = scratch_for(x, 1)
         for rows, (block,) in row_blocks(x):
@@ -60,7 +63,7 @@ def layer_norm_backward(args: LayerNormBackward) -> tuple[Tensor, Tensor | None,
                     _, mean, rstd = torch.native_layer_norm(x_block, (width,), weight, bias, args.eps)
                 else:
                     mean, _, rstd = known[rows].T.contiguous().unsqueeze(-1)
-                if _far(mean, rstd).any():
+                if _some_far(mean, rstd):
                     of_block = _careful_gradients(grad, x_block, weight, args.eps)
                 else:
                     of_block = _Gradients(
@@ -87,6 +90,10 @@ class _Gradients(NamedTuple):
 def _far(mean: Tensor, rstd: Tensor) -> Tensor:
     """Is the mean far from zero? Also where it is NaN."""
     return ~((mean * rstd).abs() < FAR)
+
+
+def _some_far(mean: Tensor, rstd: Tensor) -> bool:
+    return not float(torch.linalg.vector_norm(mean * rstd, torch.inf)) < FAR
 
 
 def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.backends.cpu.row_blocks import BLOCK, row_blocks, scratch_for, working_copy
+from headwise.backends.cpu.row_blocks import BLOCK, Scratch, row_blocks, scratch_for, working_copy
 from headwise.backends.cpu.threads import in_threads
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Sweep(NamedTuple):
 
         in_threads(work, most=-(-logits.numel() // BLOCK))
 
-    def block(self, block: Tensor, rows: slice, out: Tensor | None, copy: Tensor, scratch: Tensor) -> None:
+    def block(self, block: Tensor, rows: slice, out: Tensor | None, copy: Scratch, scratch: Scratch) -> None:
         """Do some rows; copy and scratch are of the size of a block."""
         options, targets = self.options, self.targets
         if targets.some_ignored and targets.ignored[rows].all():

@@ -35,6 +35,12 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     return _weighted_sum(outs, lses, total).to(outs[0].dtype), total
 
 
+def merge_batch(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Partials ``(N, H, S, ·)`` of one batch entry merged to ``(1, H, S, ·)``. Every row of each has seen something."""
+    total = lses.logsumexp(0, keepdim=True)
+    return (outs * torch.exp(lses - total)[..., None]).sum(0, keepdim=True), total
+
+
 def _weighted_sum(outs: list[Tensor], lses: list[Tensor], total: Tensor) -> Tensor:
     merged = torch.zeros(outs[0].shape, dtype=total.dtype)
     for out, lse in zip(outs, lses, strict=True):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headwise.backends.cpu.row_blocks import BLOCK, row_blocks, scratch_for, working_copy
+from headwise.backends.cpu.row_blocks import BLOCK, Scratch, row_blocks, scratch_for, working_copy
 from headwise.backends.cpu.threads import in_threads
 from headwise.layout import statistics_dtype
 
@@ -111,7 +111,7 @@ def _gain(weight: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor | 
     return None if weight is None else weight.to(statistics_dtype(dtype)) + offset
 
 
-def _reciprocal_rms(x: Tensor, eps: float, scratch: Tensor, out: Tensor) -> Tensor:
+def _reciprocal_rms(x: Tensor, eps: float, scratch: Scratch, out: Tensor) -> Tensor:
     """``1 / sqrt(mean(x²) + eps)`` of each row, written to ``out`` (rows,), returned as a column."""
     torch.mean(torch.mul(x, x, out=scratch[: x.shape[0]]), -1, out=out)
     return out.add_(eps).rsqrt_().unsqueeze(-1)

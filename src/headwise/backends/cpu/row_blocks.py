@@ -12,6 +12,14 @@ from headwise.layout import statistics_dtype
 
 # Elements of a block: 2 MB of float32. A few of them fit the cache, and the work on one hides the overhead of a call.
 BLOCK = 512 * 1024
+# Below this many elements the passes over a whole tensor find it in the cache that cores share. PyTorch's own threads then
+# do better than ours: a barrier per operation costs less than one handover of a call.
+SMALL = 4 * 1024 * 1024
+
+
+def block_size(x: Tensor, elements: int = BLOCK) -> int:
+    """How many elements of a tensor like x to take at a time: ``elements``, or all of a small one."""
+    return x.numel() if x.numel() <= SMALL else elements
 
 
 def row_blocks(*tensors: Tensor, elements: int = BLOCK) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
@@ -46,14 +54,27 @@ def _rows_per_block(width: int, elements: int) -> int:
     return max(1, elements // max(width, 1))
 
 
-def working_copy(block: Tensor, scratch: Tensor) -> Tensor:
+class Scratch:
+    """A buffer of one block, made when it is first used: a block that needs no copy shall not pay for its memory."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+        self._memory: Tensor | None = None
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        if self._memory is None:
+            self._memory = torch.empty(self.shape, dtype=self.dtype)
+        return self._memory[rows]
+
+
+def working_copy(block: Tensor, scratch: Scratch) -> Tensor:
     """``block`` itself if its dtype and strides suit the arithmetic, else a copy in ``scratch``."""
     if block.dtype == scratch.dtype and block.stride(-1) == 1:
         return block
     return scratch[: block.shape[0]].copy_(block)
 
 
-def scratch_for(x: Tensor, count: int, elements: int = BLOCK) -> tuple[Tensor, ...]:
+def scratch_for(x: Tensor, count: int, elements: int = BLOCK) -> tuple[Scratch, ...]:
     """``count`` buffers of one block each, in the dtype that ``x`` is computed in. elements: as of `row_blocks`."""
     rows = min(_rows_per_block(x.shape[-1], elements), x.numel() // x.shape[-1])
-    return tuple(torch.empty((rows, x.shape[-1]), dtype=statistics_dtype(x.dtype)) for _ in range(count))
+    return tuple(Scratch((rows, x.shape[-1]), statistics_dtype(x.dtype)) for _ in range(count))

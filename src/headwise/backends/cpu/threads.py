@@ -5,13 +5,18 @@ another program holds a core each barrier waits for that program's time slice: a
 So each thread gets a share of the work and runs single-threaded operations on it, with one barrier at the end. A share
 also stays in its core's cache. Python's lock does not matter: PyTorch releases it while it computes.
 
+The threads stay between calls: starting them takes longer than a small call, and with a thread goes the memory that its
+scratch was made of, so that the next one would have to ask the system for fresh pages.
+
 The work is divided by shapes alone, so results do not depend on the number of threads.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
@@ -19,7 +24,8 @@ import torch
 def in_threads(work: Callable[[int, int], None], most: int) -> None:
     """Call ``work(thread, threads)`` in every thread: at most ``most`` of them, and no more than PyTorch uses.
 
-    Each share should be worth a millisecond, because threads are started for every call and end with it.
+    Each share should be worth a tenth of a millisecond: that is what waking a thread and waiting for it costs. The caller
+    takes the first share itself.
     """
     before, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
     threads = min(before, most)
@@ -34,8 +40,20 @@ def in_threads(work: Callable[[int, int], None], most: int) -> None:
             work(thread, threads)
 
     torch.set_num_threads(1)  # the matmul library has one setting for the whole process
+    others = [_pool(threads - 1).submit(on_one_core, thread) for thread in range(1, threads)]
     try:
-        with ThreadPoolExecutor(threads, thread_name_prefix="headwise") as pool:
-            list(pool.map(on_one_core, range(threads)))
+        on_one_core(0)
     finally:
+        wait(others)  # also where the first share failed: the others write into memory of this call
         torch.set_num_threads(before)
+    for other in others:
+        other.result()
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="headwise")
+
+
+if hasattr(os, "register_at_fork"):  # threads do not survive a fork: the child makes its own
+    os.register_at_fork(after_in_child=_pool.cache_clear)

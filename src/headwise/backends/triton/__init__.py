@@ -20,6 +20,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ARCHITECTURES = tuple(KNOWN)  # that `explain` answers for without such a GPU
 
 _WIDEST_HEAD = 512
+_WIDEST_KEY = 576  # in decoding: of absorbed latent attention
 _HOPPER = {"attention_forward": hopper.covers_forward, "attention_backward": hopper.covers_backward}
 
 
@@ -37,9 +38,11 @@ def supports(call: Call) -> str | None:
     widest = max(call.sizes["D"], call.sizes.get("Dv", 0))
     if widest <= 256:
         return None
-    if widest > _WIDEST_HEAD:
-        return f"its kernels hold heads of at most {_WIDEST_HEAD}, and this head dim is {widest}"
     backward = any(name.endswith("backward") for name in call.launchers)
+    latent = call.op == "attention_decode" and not backward and call.sizes["Dv"] <= _WIDEST_HEAD
+    if widest > (_WIDEST_KEY if latent else _WIDEST_HEAD):
+        what = "gradients of heads" if backward else "heads"
+        return f"its kernels hold {what} of at most {_WIDEST_HEAD}, and this head dim is {widest}"
     if backward and not call.op.startswith("attention_probs") and call.device == "cuda":
         arch = _gpu(call).arch
         if not tile_sizes.covers("attention_backward_keys", 8 * call.dtype.itemsize, widest, arch):

@@ -30,10 +30,14 @@ if TYPE_CHECKING:
 SPLITS_PER_MULTIPROCESSOR = 1
 SMALLEST_SPLIT = 256
 BUNDLE = 4
+# Many rows of latent attention: the partials of small splits would be as many numbers as the cache.
+LARGE_SPLIT = 1024
 # The program that finishes last merges the partials of its rows, where they are no more numbers than this. Else a second
 # kernel does, in the same order and bits.
 MOST_MERGED = 16384
 
+# Rows of a tile whose 512 float32 sums each, and nothing beside them, eight warps hold.
+_LATENT_ROWS = {"sm_80": 32, "sm_86": 32, "sm_90": 64, "sm_100": 32, "gfx942": 16}
 # Shared memory that the tiles of one program may take, in KB: two programs or more fit on a multiprocessor.
 _SHARED_MEMORY = {"sm_80": 80, "sm_86": 48, "sm_90": 100, "sm_100": 100, "gfx942": 32}
 
@@ -57,9 +61,15 @@ def decode_with(
         return out, lse
     group, element = heads // key_heads, q.element_size()
     block_d, block_dv = block_of(head_dim), block_of(value_dim)
+    # float32 operands of such a width fit in no register file at once, and values of another width would be padded.
+    latent = args.values_in_keys and element < 4 and block_dv == value_dim
+    block_rest = block_of(head_dim - value_dim) if latent else 0
+    width = block_dv + block_rest if latent else block_d + block_dv  # elements of a tile that belong to a key
     capacity = k.shape[2] * (1 if table is None else table.shape[1])
     given = tile
-    tile = given or decode_tile(element, head_dim, value_dim, group * queries, gpu.arch)
+    tile = given or decode_tile(element, width, max(head_dim, value_dim), group * queries, gpu.arch)
+    if latent and given is None:
+        tile = latent_tile(tile, group * queries, gpu.arch)
     # In a paged cache rows are found from the beginning of their page.
     check_row_strides(max(tile.keys, 0 if table is None else k.shape[2]), k, v)
     row_blocks = -(-(group * queries) // tile.queries)
@@ -67,14 +77,15 @@ def decode_with(
     if splits == 0:
         span = capacity if flags.left < 0 else min(capacity, flags.left + queries)
         most = SPLITS_PER_MULTIPROCESSOR * gpu.multiprocessors // (key_heads * row_blocks)
-        splits = min(most, -(-span // SMALLEST_SPLIT))
+        splits = min(most, -(-span // (SMALLEST_SPLIT if group * queries <= 16 or not latent else LARGE_SPLIT)))
     splits = max(1, min(splits, -(-capacity // tile.keys)))
     tiles = row_blocks * key_heads * batch
-    each = splits_per_program or splits_of_a_program(splits, tiles, gpu.multiprocessors)
+    single = latent and tile.queries > 16
+    each = 1 if single else splits_per_program or splits_of_a_program(splits, tiles, gpu.multiprocessors)
     count = -(-splits // each)  # partials of a row
     per_bundle = -(-BUNDLE // each)
     if given is None:
-        tile = for_programs_of(tile, each, count, (block_d + block_dv) * element, gpu.arch)
+        tile = for_programs_of(tile, each, count, width * element, gpu.arch)
     merged_rows, at_once = merge_tile(group * queries, tile.queries, block_dv, tile.warps)
     left = flags.left if flags.left < capacity - 1 else -1  # a window that reaches over the whole cache is none
     if table is not None and table.stride(1) != 1:
@@ -91,9 +102,9 @@ def decode_with(
         each, BUNDLE, left, 0,
     )  # fmt: skip
     variant = DecodeVariant(
-        count == 1, left >= 0, True, starts is not None, flags.softcap > 0,
+        count == 1, single, left >= 0, True, starts is not None, flags.softcap > 0,
         0 if table is None else max(1, k.shape[2]),  # a cache without a single slot has no pages to look up
-        head_dim, value_dim, block_d, block_dv, tile.queries, tile.keys, tile.stages, piece_of(block_d, element),
+        head_dim, value_dim, block_d, block_dv, block_rest, tile.queries, tile.keys, tile.stages, piece_of(block_d, element),
         aligned_elements(one, k, v), dot_precision(gpu, q.dtype), logit_unit(q.dtype), merged_rows,
         max(at_once, per_bundle), per_bundle,
     )  # fmt: skip
@@ -139,15 +150,22 @@ def merge_tile(rows: int, queries: int, block_dv: int, warps: int) -> tuple[int,
     return merged, max(1, min(16, 64 * 32 * warps // (merged * block_dv)))
 
 
-def decode_tile(element_size: int, head_dim: int, v_dim: int, rows: int, arch: str) -> AttentionTile:
-    """Rows padded to what the matrix units take; keys and stages as shared memory allows."""
-    block_d, block_dv = block_of(head_dim), block_of(v_dim)
-    room = 16384 // (max(block_d, block_dv) * element_size)
+def decode_tile(element_size: int, width: int, widest: int, rows: int, arch: str) -> AttentionTile:
+    """Rows padded to what the matrix units take; keys and stages as shared memory allows.
+
+    width: elements of a tile that belong to a key. widest: of the head dims.
+    """
+    room = 16384 // (min(block_of(widest), 512) * element_size)
     queries = min(max(16, power_of_two(rows)), max(16, min(room, 128 // element_size)))
-    bytes_per_key = (block_d + block_dv) * element_size
+    bytes_per_key = width * element_size
     # Four warps would run out of registers where there is more than this, float32 above all.
     warps = 4 if queries == 16 and bytes_per_key * element_size < 4096 else 8
     for keys, stages in ((64, 3), (32, 4), (32, 3), (16, 4), (16, 3), (16, 2)):
         if keys * (stages - 1) * bytes_per_key <= _SHARED_MEMORY[arch] * 1024:
             return AttentionTile(queries, keys, warps, stages)
     return AttentionTile(queries, 16, warps, 1)
+
+
+def latent_tile(tile: AttentionTile, rows: int, arch: str) -> AttentionTile:
+    """The same keys and stages for as many rows as registers hold: there is one key head, and the more rows share a read."""
+    return tile._replace(queries=min(_LATENT_ROWS[arch], max(16, power_of_two(rows))), warps=8)

@@ -10,7 +10,7 @@ import triton.language as tl
 from headwise.backends.triton.blocks import head_start, load_rows
 from headwise.backends.triton.decode_merge import finish, fold, merged
 from headwise.backends.triton.parameters import Parameters
-from headwise.backends.triton.products import product, row_products
+from headwise.backends.triton.products import latent_products, product, row_products
 from headwise.backends.triton.scores import batch_extent, capped_logits, in_band, power
 
 
@@ -34,6 +34,7 @@ class DecodeVariant(NamedTuple):
     """Constants that the kernels are compiled for."""
 
     WHOLE: bool  # a program has all splits of its rows
+    SINGLE: bool  # a program has one split: the registers hold no bundles beside it
     LEFT: bool  # is the window bounded on this side?
     RIGHT: bool
     STARTS: bool  # are there kv_starts?
@@ -43,6 +44,9 @@ class DecodeVariant(NamedTuple):
     DV: int
     BLOCK_D: int  # padded to powers of two
     BLOCK_DV: int
+    BLOCK_REST: (
+        int  # values are the first DV numbers of the keys, and this is what holds the other D - DV; 0: they are not
+    )
     ROWS: int  # of a tile
     KEYS: int
     STAGES: int
@@ -191,7 +195,10 @@ def decode_kernel(
                     crossed = tl.maximum(crossed, (exists == 0).to(tl.int32))
                 # One block ahead: the loads of keys and values, which are several blocks ahead, must not wait for it.
                 page = _pages_of(table, start + KEYS, extent, V.PAGE, KEYS)
-            products = row_products(q_at, inside, k_at, slot, p.row.k, there, V)
+            if V.BLOCK_REST > 0:
+                products, v_tile = latent_products(q_at, inside, k_at, slot, p.row.k, there, V)
+            else:
+                products = row_products(q_at, inside, k_at, slot, p.row.k, there, V)
             logits = capped_logits(products, p.scale, p.softcap, V.CAP, V.UNIT)
             seen = in_band(position[:, None], key[None, :], extent.band, V)
             logits = tl.where(seen, logits, -float("inf"))  # [ROWS, KEYS]
@@ -201,24 +208,28 @@ def decode_kernel(
             shrink = power(highest - reference, V.UNIT)
             total = total * shrink + tl.sum(weights, 1)
             highest = higher
-            v_tile = load_rows(v_at, slot, p.row.v, there, V.DV, BLOCK_DV, True)  # [KEYS, BLOCK_DV]
+            if V.BLOCK_REST == 0:
+                v_tile = load_rows(v_at, slot, p.row.v, there, V.DV, BLOCK_DV, True)  # [KEYS, BLOCK_DV]
             acc = product(weights.to(v_tile.dtype), v_tile, acc * shrink[:, None], PRECISION)
-            done = block + 1 - first_block
-            if (done % split == 0) | (block + 1 == end):
-                bundle, bundle_highest, bundle_total = fold(
-                    bundle, bundle_highest, bundle_total, acc, highest, total, V.UNIT
-                )
-                acc, highest, total = (
-                    tl.zeros_like(acc),
-                    tl.full([ROWS], -float("inf"), tl.float32),
-                    tl.zeros_like(total),
-                )
-                if (done % (n.splits_per_bundle * split) == 0) | (block + 1 == end):
-                    all_acc, all_highest, all_total = fold(
-                        all_acc, all_highest, all_total, bundle, bundle_highest, bundle_total, V.UNIT
+            if not V.SINGLE:
+                done = block + 1 - first_block
+                if (done % split == 0) | (block + 1 == end):
+                    bundle, bundle_highest, bundle_total = fold(
+                        bundle, bundle_highest, bundle_total, acc, highest, total, V.UNIT
                     )
-                    bundle, bundle_highest, bundle_total = acc, highest, total
+                    acc, highest, total = (
+                        tl.zeros_like(acc),
+                        tl.full([ROWS], -float("inf"), tl.float32),
+                        tl.zeros_like(total),
+                    )
+                    if (done % (n.splits_per_bundle * split) == 0) | (block + 1 == end):
+                        all_acc, all_highest, all_total = fold(
+                            all_acc, all_highest, all_total, bundle, bundle_highest, bundle_total, V.UNIT
+                        )
+                        bundle, bundle_highest, bundle_total = acc, highest, total
 
+        if V.SINGLE:
+            all_acc, all_highest, all_total = fold(all_acc, all_highest, all_total, acc, highest, total, V.UNIT)
         if V.PAGE > 0 and V.PAGE % KEYS != 0:
             wrong = tl.maximum(wrong, tl.max(crossed, 0))
         all_total = tl.where(wrong > 0, float("nan"), all_total)

@@ -9,10 +9,17 @@ slower for the host, the same results.
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITCallable
+
+if TYPE_CHECKING:
+    from headwise.backends.triton.gpu import Facts
 
 _HIP = torch.version.hip is not None
 _RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -48,7 +55,77 @@ class Direct(NamedTuple):
 
 def compiled(kernel: Any, grid: tuple[int, ...], arguments: list[Any], options: dict[str, Any]) -> Any:
     """The compiled kernel for such arguments; nothing is launched."""
+    _hash_in_full(kernel)
     return kernel.run(*arguments, grid=grid, warmup=True, **options)
+
+
+def _hash_in_full(kernel: Any) -> None:
+    """Let the name under which a kernel is kept on disk not depend on the kernels that were compiled before it.
+
+    Triton hashes a kernel with the functions it calls and the constants that these read. But it takes a function's constants
+    before it hashes the function, so those of one that was not hashed before are left out: a backward would be compiled
+    anew in a process that ran the forward first. Hashed again and again, until nothing is added, they are all there. Seen
+    in 3.6; where functions have no such attributes, a kernel may be compiled once more than needed, and nothing else.
+    """
+    if getattr(kernel, "hash", "known") is not None or not hasattr(kernel, "used_global_vals"):
+        return
+    functions = {
+        id(x): (x, x.hash)
+        for name, module in list(sys.modules.items())
+        if name.startswith("headwise.backends.triton")
+        for x in list(vars(module).values())
+        if isinstance(x, JITCallable)
+    }
+    before = None
+    while kernel.cache_key != before:
+        before = kernel.cache_key
+        kernel.hash = None
+        for function, _ in functions.values():
+            function.hash = None
+    for function, hashed in functions.values():
+        if hashed is not None:
+            function.hash = hashed
+
+
+class _NoGpu:
+    """Says what the current GPU is, so that Triton's own binder compiles for it."""
+
+    def __init__(self, facts: Facts) -> None:
+        major, minor = facts.capability
+        cuda, hip = GPUTarget("cuda", 10 * major + minor, 32), GPUTarget("hip", facts.arch, 64)
+        self.target = hip if facts.hip else cuda
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return str(self.target)  # Triton keeps compiled kernels apart by device
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+
+def compiled_for(
+    facts: Facts, kernel: Any, grid: tuple[int, ...], arguments: list[Any], options: dict[str, Any]
+) -> bool:
+    """Compile a kernel for a GPU that need not be here. False if it was compiled before, in any process."""
+    hits: list[bool] = []
+
+    def listen(**about: Any) -> None:
+        hits.append(about["cache_hit"])
+
+    before, listener = driver._active, triton.knobs.compilation.listener
+    driver._active, triton.knobs.compilation.listener = _NoGpu(facts), listen
+    try:
+        compiled(kernel, grid, arguments, options)
+    finally:
+        driver._active, triton.knobs.compilation.listener = before, listener
+    return not all(hits)  # not asked at all: this process has it
+
+
+def cache_folder() -> str:
+    """Where Triton keeps what it compiled."""
+    return str(triton.knobs.cache.dir)
 
 
 def options(warps: int, stages: int, registers: int) -> dict[str, Any]:

@@ -30,11 +30,11 @@ def row_products(q_at, rows_inside, k, k_row, k_stride, keys_inside, V: tl.const
     In pieces of the head dim: float32 operands of a wide head fit in no register file at once. The loads of q do not
     depend on the keys: in a loop over them, the compiler does them once.
     """
-    BLOCK_D: tl.constexpr = V.BLOCK_D
+    D: tl.constexpr = V.D
     PIECE: tl.constexpr = V.PIECE
     PRECISION: tl.constexpr = V.PRECISION
     acc = None
-    for start in tl.static_range(0, BLOCK_D, PIECE):
+    for start in tl.static_range(0, D, PIECE):
         d = start + tl.arange(0, PIECE)
         q_tile = tl.load(q_at[:, None] + d[None, :], mask=rows_inside[:, None] & (d < V.D)[None, :], other=0.0)
         k_tile = load_rows(k + start, k_row, k_stride, keys_inside, V.D - start, PIECE, True)
@@ -42,8 +42,25 @@ def row_products(q_at, rows_inside, k, k_row, k_stride, keys_inside, V: tl.const
     return acc
 
 
+@triton.jit
+def latent_products(q_at, rows_inside, k, k_row, k_stride, keys_inside, V: tl.constexpr):
+    """As `row_products`, of keys that begin with their values; and these ``[keys, DV]``, which are read once for both."""
+    DV: tl.constexpr = V.DV
+    BLOCK_REST: tl.constexpr = V.BLOCK_REST
+    PRECISION: tl.constexpr = V.PRECISION
+    dv, rest = tl.arange(0, DV), DV + tl.arange(0, BLOCK_REST)
+    values = load_rows(k, k_row, k_stride, keys_inside, DV, DV, True)
+    q_tile = tl.load(q_at[:, None] + dv[None, :], mask=rows_inside[:, None], other=0.0)
+    q_rest = tl.load(q_at[:, None] + rest[None, :], mask=rows_inside[:, None] & (rest < V.D)[None, :], other=0.0)
+    k_rest = load_rows(k + DV, k_row, k_stride, keys_inside, V.D - DV, BLOCK_REST, True)
+    acc = product(q_rest, tl.trans(k_rest), None, PRECISION)
+    return product(q_tile, tl.trans(values), acc, PRECISION), values
+
+
 def piece_of(block_d: int, element_size: int) -> int:
     """How much of a head dim of ``block_d`` is multiplied at once."""
+    if block_d > 512:
+        return 64 if element_size < 4 else 32  # of the 1024 that 576 would be padded to, nearly half is nothing
     return block_d if element_size < 4 else min(block_d, 32)
 
 

@@ -28,12 +28,17 @@ def unavailable() -> str | None:
     return None
 
 
+_WIDEST_KEY = 576
+
+
 def supports(call: Call) -> str | None:
     if call.op.startswith("attention"):
         widest = max(call.sizes["D"], call.sizes.get("Dv", 0))
         gradient = any(name.endswith("backward") for name in call.launchers)
         limit = 256 if gradient and not call.op.startswith("attention_probs") else 512
-        if widest > limit:
+        # Absorbed latent attention: keys are the values and a little more.
+        latent = not gradient and call.sizes.get("Dv", limit + 1) <= limit and call.sizes["D"] <= _WIDEST_KEY
+        if widest > limit and not latent:
             what = "gradients of heads" if limit == 256 else "heads"
             return f"its kernels compute {what} of at most {limit}, and this head dim is {widest}"
     return None

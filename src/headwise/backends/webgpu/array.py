@@ -1,14 +1,15 @@
 """Tensors that live on the GPU.
 
-An `Array` is a `torch.Tensor` without memory on the CPU: it has shape, strides, dtype and a place in autograd, and its
-elements are in a GPU buffer. Headwise ops take and return arrays. Of PyTorch's own operators an array supports views, copies
-and sums (`array_ops`); any other raises. ``x.torch()`` copies the elements back.
+An `Array` is a `torch.Tensor` of the device "webgpu": it has shape, strides, dtype and a place in autograd, and its elements are
+in a GPU buffer. Headwise ops take and return arrays, and so do PyTorch's own operators as far as `aten` has them; others raise.
+``x.cpu()`` and ``x.torch()`` copy the elements back.
 """
 
 from __future__ import annotations
 
 import importlib
 import operator
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from headwise.backends.webgpu import runtime
 from headwise.backends.webgpu.storage import Layout, Region, Storage
+from headwise.backends.webgpu.torch_device import DEVICE, NAME
 
-OPERATORS: dict[Any, Callable[..., Any]] = {}  # PyTorch operators that arrays support; `array_ops` fills it
+OPERATORS: dict[Any, Callable[..., Any]] = {}  # PyTorch operators that arrays support; `aten` fills it
 _make_wrapper = Tensor._make_wrapper_subclass
 
 
@@ -52,9 +54,7 @@ class Array(Tensor):
 
     def torch(self) -> Tensor:
         """A copy on the CPU, differentiable. Waits for the GPU."""
-        if self.requires_grad and torch.is_grad_enabled():
-            return _Readback.apply(self)
-        return self._read()
+        return self.to("cpu")
 
     def _read(self) -> Tensor:
         device = self._usable()
@@ -75,23 +75,34 @@ class Array(Tensor):
         copy = self._read()
         return (copy.float() if copy.dtype == torch.bfloat16 else copy).numpy()
 
-    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.torch()
-
-    def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        target = kwargs.get("device", args[0] if args else None)
-        if isinstance(target, (str, torch.device)) and torch.device(target).type == "cpu":
-            rest = {name: value for name, value in kwargs.items() if name != "device"}
-            return self.torch().to(*args[1:], **rest)
-        return super().to(*args, **kwargs)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Array:
+        if not self.is_leaf:
+            raise RuntimeError(
+                "only tensors that were made by the user can be deep-copied; this array has a history: detach() it first"
+            )
         made = self.detach().clone().requires_grad_(self.requires_grad)
+        made = torch.nn.Parameter(made, self.requires_grad) if _is_parameter(self) else made
+        if self.grad is not None:
+            made.grad = self.grad.clone()
         memo[id(self)] = made
         return made  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a headwise.webgpu.Array lives on the GPU and cannot be saved or sent; save x.torch()")
+        """The elements are saved from the CPU, and loaded to this device again. What shared memory is apart then."""
+        of_cpu = (self.detach()._read(), self.dtype, NAME, self.requires_grad and self.is_leaf)  # type: ignore[attr-defined]
+        if _is_parameter(self):
+            data = self.detach()
+            return torch._utils._rebuild_parameter, (data, self.requires_grad, OrderedDict())
+        return torch._utils._rebuild_device_tensor_from_cpu_tensor, of_cpu
+
+    # What makes `Module.to` exchange a parameter in its place, so that tied weights stay tied and optimizers know them. There
+    # are no tensors within.
+    def __tensor_flatten__(self) -> Any:
+        return [], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        raise NotImplementedError("headwise: an array on WebGPU is not traced")
 
     def tolist(self) -> Any:
         return self._read().tolist()
@@ -102,9 +113,22 @@ class Array(Tensor):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.asarray(self.numpy(), dtype)
 
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise BufferError(
+            "a headwise.webgpu.Array has no memory that DLPack can hand over; copy its elements with .torch() or .numpy()"
+        )
+
+    __dlpack_device__ = __dlpack__
+
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        kind = str(self.dtype).removeprefix("torch.")
-        return f"headwise.webgpu.Array({tuple(self.shape)}, {kind}, on {self._device.capabilities.name})"
+        text = repr(self.detach()._read())  # type: ignore[attr-defined]
+        history = ", requires_grad=True" if self.requires_grad else ""
+        history = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn is not None else history
+        text = f"{text[:-1]}, device='{self.device}'{history})"
+        return f"Parameter containing:\n{text}" if _is_parameter(self) else text
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else format(repr(self), spec)
 
     def _usable(self) -> runtime.OpenDevice:
         """The device, if it is still there."""
@@ -118,23 +142,27 @@ class Array(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not OPERATORS:
-            importlib.import_module("headwise.backends.webgpu.array_ops")
         known = OPERATORS.get(func)
-        if known is not None:
-            return known(*args, **(kwargs or {}))
-        # A Headwise operator that was called through PyTorch's dispatcher.
-        if func.namespace == "headwise":
-            return func.headwise_run(*args)
-        raise NotImplementedError(
-            f"headwise: {func} does not run on a headwise.webgpu.Array; bring its elements back with .torch() first"
-        )
+        if known is None:
+            known = _missing(func)
+        return known(*args, **kwargs) if kwargs else known(*args)
+
+
+def _missing(func: Any) -> Callable[..., Any]:
+    """What runs an operator that the table does not have."""
+    aten = importlib.import_module("headwise.backends.webgpu.aten")
+    found: Callable[..., Any] = OPERATORS.get(func) or aten.missing(func)
+    return found
+
+
+def _is_parameter(x: Array) -> bool:
+    return getattr(x, "_is_param", False)
 
 
 def array(tensor: Tensor | Any) -> Array:
-    """A copy of a CPU tensor (or of anything `torch.as_tensor` takes) on the GPU.
+    """A copy of a CPU tensor (or of anything `torch.as_tensor` takes) on the GPU: ``tensor.to("webgpu")``.
 
-    The copy of a leaf that requires grad is a new leaf. Through the copy of any other tensor, gradients flow back.
+    Gradients flow back through it, to a parameter as to any other tensor that requires grad.
     """
     if isinstance(tensor, Array):
         return tensor
@@ -142,35 +170,13 @@ def array(tensor: Tensor | Any) -> Array:
         tensor = torch.as_tensor(tensor)
     if tensor.device.type != "cpu":
         raise ValueError(f"array: the tensor is on {tensor.device}; it needs to be on cpu to go to WebGPU")
-    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
-        return _Upload.apply(tensor)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return tensor.to(DEVICE)  # type: ignore[return-value]
+    return uploaded(tensor)
+
+
+def uploaded(tensor: Tensor) -> Array:
+    """The elements of a CPU tensor in memory of the GPU; nothing for autograd."""
     device = runtime.device()
     with device.in_use():
-        made = Array(device.upload(tensor), device)
-    if tensor.requires_grad:
-        made.requires_grad_()
-    return made
-
-
-class _Readback(torch.autograd.Function):
-    """Array to CPU tensor; the gradient is uploaded."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Array) -> Tensor:
-        return x._read()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Array:
-        return array(grad)
-
-
-class _Upload(torch.autograd.Function):
-    """CPU tensor to array; the gradient is read back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Array:
-        return array(x.detach())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Array) -> Tensor:
-        return grad._read()
+        return Array(device.upload(tensor), device)

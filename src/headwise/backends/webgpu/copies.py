@@ -18,11 +18,16 @@ _MOST_DIMS = 5
 def full(device: Device, shape: Sequence[int], value: float, dtype: torch.dtype) -> Region:
     """A new contiguous tensor of one value."""
     y = device.empty(tuple(shape), dtype)
-    words = -(-y.numel * dtype.itemsize // 4)
+    fill(device, y, _word(value, dtype))
+    return y
+
+
+def fill(device: Device, y: Region, word: int) -> None:
+    """Fill a whole tensor with a word of four bytes."""
+    words = -(-y.numel * y.itemsize // 4)
     for start in range(0, words, most := device.capabilities.binding_bytes // 4 - 128):
         part = Region(y.storage, torch.int32, (min(most, words - start),), (1,), start)
-        device.run(device.kernel("fill"), -(-part.numel // 256), (part.numel, _word(value, dtype)), y=part)
-    return y
+        device.run(device.kernel("fill"), -(-part.numel // 256), (part.numel, word), y=part)
 
 
 def _word(value: float, dtype: torch.dtype) -> int:

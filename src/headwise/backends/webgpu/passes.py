@@ -17,9 +17,11 @@ class Encoding(NamedTuple):
 
     handle: Callable[[Any], Any]  # of a pass, a pipeline or a bind group
     set_pipeline: Callable[[Any, Any], None]  # pass, pipeline
-    set_bind_group: Callable[[Any, int, Any, int, Any], None]  # pass, 0, bind group, 0, no_offsets
+    # pass, 0, bind group, 0, no_offsets; or with one offset: pass, 0, bind group, 1, offset(bytes)
+    set_bind_group: Callable[[Any, int, Any, int, Any], None]
     dispatch: Callable[[Any, int, int, int], None]  # pass, workgroups
     no_offsets: Any
+    offset: Callable[[int], Any]  # of the parameters in their buffer; good until the next one is asked for
 
 
 def encoding(gpu: Any) -> Encoding:
@@ -29,11 +31,20 @@ def encoding(gpu: Any) -> Encoding:
         return Encoding(
             handle=lambda x: x,
             set_pipeline=lambda compute_pass, pipeline: compute_pass.set_pipeline(pipeline),
-            set_bind_group=lambda compute_pass, index, group, _, __: compute_pass.set_bind_group(index, group),
+            set_bind_group=lambda compute_pass, index, group, count, offsets: compute_pass.set_bind_group(
+                index, group, *([offsets] if count else [])
+            ),
             dispatch=lambda compute_pass, *groups: compute_pass.dispatch_workgroups(*groups),
             no_offsets=None,
+            offset=lambda first: [first],
         )
     from wgpu.backends.wgpu_native import ffi
+
+    one = ffi.new("uint32_t[1]")
+
+    def offset(first: int) -> Any:
+        one[0] = first
+        return one
 
     return Encoding(
         handle=attrgetter("_internal"),
@@ -41,6 +52,7 @@ def encoding(gpu: Any) -> Encoding:
         set_bind_group=library.wgpuComputePassEncoderSetBindGroup,
         dispatch=library.wgpuComputePassEncoderDispatchWorkgroups,
         no_offsets=ffi.NULL,
+        offset=offset,
     )
 
 

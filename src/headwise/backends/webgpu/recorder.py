@@ -85,15 +85,21 @@ class Record:
             given = len(recording.pool.sizes)
             made = launch(recording, stand_ins)
         self._sizes = tuple(recording.pool.sizes[given:])  # of the buffers it takes
+        recording.parameters += bytes(-len(recording.parameters) % _ALIGNMENT)
         self._dispatches, self._parameters = recording.dispatches, bytes(recording.parameters)
+        # Where the scalars of a call go, in the parameters of kernels that have some.
+        self._places = [dispatch.parameters[0] for dispatch in self._dispatches if dispatch.kernel.scalars]
         self._one = isinstance(made, Region)
         results = (made,) if self._one else made
         self._results: list[tuple[int, Layout] | None] = [
             None if region is None else (region.storage.buffer, device.layout(region)) for region in results
         ]
 
-    def replay(self, *arrays: Any) -> Any:
-        """Take buffers, encode the dispatches, wrap the results. One function, for the speed of small ops."""
+    def replay(self, *arrays: Any, scalars: bytes | None = None) -> Any:
+        """Take buffers, encode the dispatches, wrap the results. One function, for the speed of small ops.
+
+        scalars: the first fields of the parameters of every kernel that has scalars.
+        """
         device = arrays[self._first]._device
         if device is not _process.device:
             arrays[self._first]._usable()
@@ -114,11 +120,14 @@ class Record:
                     key.append(buffer)
                 # The pool lends buffers in a steady order, so most combinations of them have been bound before.
                 commands = device.commands.get(tuple(key)) or self._bind(device, tuple(key))
+                _, set_pipeline, set_bind_group, dispatch, offsets, _ = device.encoding
+                offset_count = 0
+                if scalars is not None:
+                    offset_count, offsets = 1, self._with_scalars(device, scalars)
                 compute_pass = device.open_pass or device.begin_pass()
-                _, set_pipeline, set_bind_group, dispatch, no_offsets = device.encoding
                 for pipeline, group, (x, y, z), _ in commands:
                     set_pipeline(compute_pass, pipeline)
-                    set_bind_group(compute_pass, 0, group, 0, no_offsets)
+                    set_bind_group(compute_pass, 0, group, offset_count, offsets)
                     dispatch(compute_pass, x, y, z)
                 count = len(commands)
                 device.counts.dispatches += count
@@ -139,15 +148,22 @@ class Record:
                 device.explain_loss(error)
                 raise
 
+    def _with_scalars(self, device: runtime.OpenDevice, scalars: bytes) -> Any:
+        parameters = bytearray(self._parameters)
+        for place in self._places:
+            parameters[place : place + len(scalars)] = scalars
+        return device.place_scalars(parameters)
+
     def _bind(self, device: runtime.OpenDevice, key: tuple[Any, ...]) -> list[runtime.Command]:
-        uniform = device.uniforms.get(self)
+        at_offset = bool(self._places)
+        uniform = device.scalar_buffer() if at_offset else device.uniforms.get(self)
         if uniform is None and self._parameters:
             uniform = device.uniforms[self] = device.uniform(self._parameters)
         buffers = key[1:]
         commands = [
             device.command(
                 dispatch.kernel, dispatch.groups, (uniform, *dispatch.parameters),
-                [(buffers[number], first, size) for number, first, size in dispatch.bound],
+                [(buffers[number], first, size) for number, first, size in dispatch.bound], at_offset,
             )
             for dispatch in self._dispatches
         ]  # fmt: skip
@@ -181,8 +197,13 @@ def _across_the_bus(launch: Launch, read_back: bool) -> Callable[..., Any]:
     return run
 
 
-def replayed(function: Callable[..., Any], arrays: Sequence[Array], *options: Any) -> Any:
-    """``function(device, *regions, *options)``, recorded and replayed: for PyTorch's own operators on arrays."""
+def replayed(
+    function: Callable[..., Any], arrays: Sequence[Array], *options: Any, scalars: bytes | None = None
+) -> Any:
+    """``function(device, *regions, *options)``, recorded and replayed: for PyTorch's own operators on arrays.
+
+    scalars: numbers that are no part of the record, where its kernels have such.
+    """
     key = (function, settings.changes, options, *[x._layout for x in arrays])
     kept = _kept.get(key)
     if kept is None:
@@ -190,7 +211,7 @@ def replayed(function: Callable[..., Any], arrays: Sequence[Array], *options: An
         if len(_kept) >= _MOST_KEPT:
             _kept.clear()
         _kept[key] = kept
-    return kept.replay(*arrays)
+    return kept.replay(*arrays, scalars=scalars)
 
 
 _kept: dict[tuple[Any, ...], Record] = {}

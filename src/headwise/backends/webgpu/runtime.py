@@ -33,6 +33,7 @@ from headwise.backends.webgpu.timer import Timer
 MOST_DISPATCHES = 64
 _MOST_STAGING = 1 << 28  # bytes of free staging buffers that are kept
 _MOST_COMMANDS = 4096  # lists of bind groups that are kept
+_SCALARS = 1 << 16  # bytes of parameters that a command buffer brings along
 
 
 class DeviceLost(RuntimeError):
@@ -72,9 +73,13 @@ class OpenDevice(Device):
         # Commands by the record and its buffers; the uniform buffer of each record.
         self.commands: dict[tuple[Any, ...], list[Command]] = {}
         self.uniforms: dict[Any, Any] = {}
+        # Parameters of calls with scalars: written to one buffer when the command buffer is submitted.
+        self._scalars = bytearray()
+        self._scalar_buffer: Any = None
         self._layouts: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
-        self._pipelines: dict[str, tuple[Any, Any]] = {}  # with the layout of their bind group, by source
+        # With the layout of their bind group, by source, and whether the parameters begin at an offset given with the dispatch.
+        self._pipelines: dict[tuple[str, bool], tuple[Any, Any]] = {}
         self._staging: dict[int, list[Any]] = {}
         self._encoder: Any = None
         self._pass: Any = None
@@ -115,21 +120,25 @@ class OpenDevice(Device):
             self.pipeline(found)
         return found
 
-    def pipeline(self, kernel: Kernel) -> tuple[Any, Any]:
+    def pipeline(self, kernel: Kernel, at_offset: bool = False) -> tuple[Any, Any]:
         """The compiled kernel and the layout of its bind group."""
-        found = self._pipelines.get(kernel.text)
+        found = self._pipelines.get((kernel.text, at_offset))
         if found is None:
-            found = self._pipelines[kernel.text] = self._compile(kernel)
+            found = self._pipelines[kernel.text, at_offset] = self._compile(kernel, at_offset)
         return found
 
-    def _compile(self, kernel: Kernel) -> tuple[Any, Any]:
+    def _compile(self, kernel: Kernel, at_offset: bool) -> tuple[Any, Any]:
         most = self.capabilities.storage_buffers
         if len(kernel.buffers) > most:
             raise RuntimeError(f"{kernel.name} binds {len(kernel.buffers)} storage buffers; WebGPU promises {most}")
         types = ["uniform", *("storage" if b.written else "read-only-storage" for b in kernel.buffers)]
         layout = self.gpu.create_bind_group_layout(
             entries=[
-                {"binding": i, "visibility": wgpu.ShaderStage.COMPUTE, "buffer": {"type": kind}}
+                {
+                    "binding": i,
+                    "visibility": wgpu.ShaderStage.COMPUTE,
+                    "buffer": {"type": kind, "has_dynamic_offset": at_offset and i == 0},
+                }
                 for i, kind in enumerate(types)
             ]
         )
@@ -162,10 +171,10 @@ class OpenDevice(Device):
 
     def command(
         self, kernel: Kernel, groups: tuple[int, ...], parameters: tuple[Any, int, int],
-        bound: Sequence[tuple[Any, int, int]],
+        bound: Sequence[tuple[Any, int, int]], at_offset: bool = False,
     ) -> Command:  # fmt: skip
-        """parameters, and each of bound: buffer, first byte, bytes."""
-        pipeline, layout = self.pipeline(kernel)
+        """parameters, and each of bound: buffer, first byte, bytes. at_offset: an offset of the parameters comes with the dispatch."""
+        pipeline, layout = self.pipeline(kernel, at_offset)
         entries = [
             {"binding": i, "resource": {"buffer": buffer, "offset": first, "size": size}}
             for i, (buffer, first, size) in enumerate((parameters, *bound))
@@ -178,6 +187,21 @@ class OpenDevice(Device):
             self.commands.clear()
             self.uniforms.clear()
         self.commands[key] = commands
+
+    def scalar_buffer(self) -> Any:
+        if self._scalar_buffer is None:
+            usage = wgpu.BufferUsage.UNIFORM | wgpu.BufferUsage.COPY_DST
+            self._scalar_buffer = self.gpu.create_buffer(size=_SCALARS, usage=usage)
+        return self._scalar_buffer
+
+    def place_scalars(self, parameters: bytes | bytearray) -> Any:
+        """Where the parameters of a call will be in the buffer of scalars, as passes take it."""
+        first = len(self._scalars)
+        if first + len(parameters) > _SCALARS:
+            self.flush()
+            first = 0
+        self._scalars += parameters
+        return self.encoding.offset(first)
 
     def begin_pass(self) -> Any:
         """The handle of the open pass."""
@@ -211,6 +235,10 @@ class OpenDevice(Device):
         self._encoder = None
         self.pool.submission += 1
         self.pending = 0
+        if self._scalars:
+            # The queue writes after what was submitted before, and before what is submitted next.
+            self.gpu.queue.write_buffer(self._scalar_buffer, 0, self._scalars)
+            self._scalars = bytearray()
         self.gpu.queue.submit([encoder.finish()])
         self.counts.submissions += 1
 

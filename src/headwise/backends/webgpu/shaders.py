@@ -50,6 +50,10 @@ DTYPES = {
 # Words that only shaders with subgroups contain, outside comments.
 _USES_SUBGROUPS = ("subgroup", "quadSwap", "quadBroadcast")
 _COMMENT = re.compile(r"//.*")
+# Where a template wants the functions of functions.wgsl that it uses.
+_LIBRARY = "// the functions that are used"
+_FUNCTION = re.compile(r"(?:fn|struct) (\w+)")
+_WORD = re.compile(r"\b[A-Za-z_]\w*\b")
 _FORMATS = {"u32": "I", "i32": "i", "f32": "f"}
 
 
@@ -69,6 +73,9 @@ class Kernel:
     buffers: tuple[Buffer, ...]
     _struct: struct.Struct
     _padding: bytes = field(repr=False)
+    # The first fields of its parameters: numbers of a call that its record does not know, `scalar0` … They change from call to
+    # call (a learning rate, a seed), and a record of every value would be kept otherwise.
+    scalars: int = 0
 
     def pack(self, parameters: Sequence[float], starts: Sequence[int]) -> bytes:
         try:
@@ -85,11 +92,42 @@ def render(name: str, dialect: str = NAGA, native_half: bool = False, **variant:
         input=declarations.input, output=declarations.output, scattered=declarations.scattered,
         params=declarations.params, main=_main, **variant,
     )  # fmt: skip
+    body = body.replace(_LIBRARY, _functions(body))
     if dialect == TINT and any(word in _COMMENT.sub("", body) for word in _USES_SUBGROUPS):
         # The lanes that share a row take every branch together: Tint cannot see that.
         body = "enable subgroups;\ndiagnostic(off, subgroup_uniformity);\n" + body
     packed = struct.Struct("<" + "".join(_FORMATS[kind] for kind in declarations.fields.values()))
-    return Kernel(name, body, tuple(declarations.buffers), packed, b"\0" * (-packed.size % 16))
+    scalars = sum(field.startswith("scalar") for field in declarations.fields)
+    return Kernel(name, body, tuple(declarations.buffers), packed, b"\0" * (-packed.size % 16), scalars)
+
+
+@functools.cache
+def _library() -> dict[str, str]:
+    """The functions of ``functions.wgsl`` by name."""
+    found: dict[str, str] = {}
+    name, lines = "", []
+    for line in (FOLDER / "functions.wgsl").read_text(encoding="utf-8").splitlines():
+        head = _FUNCTION.match(line)
+        if head is not None:
+            name, lines = head[1], []
+        if name:
+            lines.append(line)
+            if line.startswith("}") or (head is not None and line.endswith("}")):
+                found[name], name = "\n".join(lines), ""
+    return found
+
+
+def _functions(body: str) -> str:
+    """The functions of the library that a text names, and those that they need in turn."""
+    if _LIBRARY not in body:
+        return ""
+    library, found, left = _library(), {}, [body]
+    while left:
+        for name in _WORD.findall(_COMMENT.sub("", left.pop())):
+            if name in library and name not in found and f"fn {name}(" not in body:
+                found[name] = library[name]
+                left.append(library[name])
+    return "\n\n".join(found.values())
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import wgpu
 
+from headwise.backends.webgpu.torch_device import DEVICE
+
 USAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
 
 _SMALLEST = 256
@@ -205,6 +207,14 @@ class Region:
     def permuted(self, order: Sequence[int]) -> Region:
         return self.with_shape([self.shape[d] for d in order], [self.strides[d] for d in order])
 
+    def expanded(self, shape: Sequence[int]) -> Region:
+        """Broadcast to a shape: dims of size 1 and dims in front step by 0."""
+        missing = len(shape) - len(self.shape)
+        if missing == 0 and self.shape == shape:
+            return self
+        steps = [0] * missing + [s if n > 1 else 0 for n, s in zip(self.shape, self.strides, strict=True)]
+        return self.with_shape(shape, steps)
+
     def as_words(self) -> Region:
         """The same memory in words of 32 bits. Rows are dense, begin at a word and are whole words long."""
         *outer, width = (size * self.itemsize // 4 for size in (*self.strides[:-1], self.shape[-1]))
@@ -228,7 +238,7 @@ class Layout:
         self.size = size  # bytes of the storage: it decides how kernels bind it
         # Arguments of PyTorch's `_make_wrapper_subclass`: twice as fast without strides, and faster without keywords.
         layout = (None, None) if offset == 0 and strides == contiguous_strides(shape) else (strides, offset)
-        self.wrapper = (shape, *layout, None, dtype, torch.strided, torch.device("meta"))
+        self.wrapper = (shape, *layout, None, dtype, torch.strided, DEVICE)
 
     def on(self, storage: Storage) -> Region:
         return Region(storage, self.dtype, self.shape, self.strides, self.offset)

@@ -7,7 +7,7 @@ from itertools import product
 import torch
 
 from headwise.benchmark.case import AtLeast, BenchCase, BenchSuite, Contender, Direction, PeakMemory, Within
-from headwise.benchmark.suites import dropout, linear_loss, pointwise, training
+from headwise.benchmark.suites import cpu_features, dropout, linear_loss, pointwise, training
 from headwise.benchmark.suites.attention import (
     BOTH,
     PATTERNS,
@@ -39,6 +39,7 @@ def cases(quick: bool) -> list[BenchCase]:
         *_window(shrink),
         *_packed(shrink),
         *_features(shrink),
+        *cpu_features.cases(shrink),
         *dropout.on_cpu(shrink),
         *_long_window(shrink),
         *_cross_entropy(shrink),
@@ -175,11 +176,11 @@ def _training_ops(shrink: int) -> list[BenchCase]:
     for direction in BOTH:
         built += [
             training.rms_norm_case(8192 // shrink, 2048, direction),
-            training.softmax_case(4096 // shrink, 4096, direction),
             training.embedding_case(16384 // shrink, 32768 // shrink, 512, direction),
         ]
         level = training.Setting(requirements=(AtLeast(1.0, training.TORCH),))
         built += [
+            training.softmax_case(4096 // shrink, 4096, direction, level if direction == "forward" else training.PLAIN),
             pointwise.glu_case(2048 // shrink, 5632, direction, level),
             pointwise.rope_case(pointwise.RopeShape(2, 32, 8, 1024 // shrink, 128), direction, level),
         ]

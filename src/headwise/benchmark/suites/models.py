@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from headwise.benchmark.case import AtLeast, BenchCase, BenchSuite, Contender, MemoryShare
 from headwise.benchmark.correctness import WholeCheck
+from headwise.benchmark.suites import transformers_models
 from headwise.nn import RotaryEmbedding, TransformerConfig, TransformerLM
 from headwise.testing import Arguments, Maker, Outputs
 
-TORCH, COMPILED, LIGER = "PyTorch SDPA", "torch.compile", "Liger + FA4"
+TORCH, COMPILED, LIGER, LIGER_SDPA = "PyTorch SDPA", "torch.compile", "Liger + FA4", "Liger + SDPA"
 LLAMA = TransformerConfig(
     vocabulary=128256, dim=2048, layers=16, heads=32, key_heads=16, hidden=8192, positions=4096, rotary_base=500_000.0
 )
@@ -52,22 +54,27 @@ def pytorch_parts() -> Parts:
 
 
 def liger_parts() -> Parts:
-    """Liger's kernels, with FlashAttention-4 for the attention. Raises ImportError where one is missing."""
-    from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found,unused-ignore]
+    """Liger's kernels around PyTorch's attention. Raises ImportError where Liger is missing."""
     from liger_kernel.transformers import functional as liger  # type: ignore[import-not-found,unused-ignore]
+
+    return pytorch_parts()._replace(
+        rms_norm=partial(_liger_norm, liger),
+        rope=lambda q, k, cos, sin: liger.liger_rope(q, k, cos[None].to(q.dtype), sin[None].to(q.dtype)),
+        glu=liger.liger_swiglu,
+        loss=liger.liger_fused_linear_cross_entropy,
+    )
+
+
+def liger_fa4_parts() -> Parts:
+    """Liger's kernels around FlashAttention-4. Raises ImportError where one is missing."""
+    from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found,unused-ignore]
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first.transpose(1, 2)
 
-    return Parts(
-        rms_norm=partial(_liger_norm, liger),
-        rope=lambda q, k, cos, sin: liger.liger_rope(q, k, cos[None].to(q.dtype), sin[None].to(q.dtype)),
-        attention=attention,
-        glu=liger.liger_swiglu,
-        loss=liger.liger_fused_linear_cross_entropy,
-    )
+    return liger_parts()._replace(attention=attention)
 
 
 def _liger_norm(liger: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -170,7 +177,8 @@ def training_step(name: str, config: TransformerConfig, batch: int, length: int)
         peers=(
             Contender(TORCH, peer(pytorch_parts)),
             Contender(COMPILED, peer(pytorch_parts, compiled=True)),
-            Contender(LIGER, peer(liger_parts)),
+            Contender(LIGER_SDPA, peer(liger_parts)),
+            Contender(LIGER, peer(liger_fa4_parts)),
         ),
         flops=float(6 * tokens * matrices + 3.5 * attention),
         requirements=(AtLeast(1.25, TORCH), MemoryShare(0.6, TORCH), AtLeast(1.0, LIGER)),
@@ -178,9 +186,20 @@ def training_step(name: str, config: TransformerConfig, batch: int, length: int)
 
 
 def cases(quick: bool) -> list[BenchCase]:
+    found = [
+        training_step("tiny, B 2 S 64", TINY, 2, 64) if quick else training_step("Llama 1B, B 2 S 4096", LLAMA, 2, 4096)
+    ]
+    if find_spec("transformers") is None:
+        return found
+    theirs = transformers_models
     if quick:
-        return [training_step("tiny, B 2 S 64", TINY, 2, 64)]
-    return [training_step("Llama 1B, B 2 S 4096", LLAMA, 2, 4096)]
+        return [*found, theirs.training_step("tiny", theirs.TINY, 2, 64), theirs.decoding("tiny", theirs.TINY, 2, 48)]
+    # Generation of 256 tokens from a prompt of 256, in the middle of it.
+    return [
+        *found,
+        theirs.training_step("Llama 1B, B 2 S 4096", theirs.LLAMA, 2, 4096),
+        theirs.decoding("Llama 1B, B 8, 384 of 512 tokens", theirs.LLAMA._replace(positions=512), 8, 384),
+    ]
 
 
 SUITE = BenchSuite(name="models", device="cuda", dtype=torch.bfloat16, cases=cases, backend="triton")

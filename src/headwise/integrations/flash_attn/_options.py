@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 def window_of(causal: bool, window_size: Sequence[int]) -> tuple[int, int]:
     """(left, right), -1 for no bound: below zero there; causal closes the right side whatever it says."""
-    left, right = window_size
+    left, right = (int(side) for side in window_size)  # elements of a tensor, too
     return max(left, -1), 0 if causal else max(right, -1)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.integrations.flash_attn import _alibi, _packed
+from headwise.integrations.flash_attn import _alibi, _dropped, _packed
 from headwise.integrations.flash_attn._kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
 from headwise.integrations.flash_attn._options import softcap_or_none, window_of
-from headwise.ops.attention import attention, attention_probs, attention_varlen
+from headwise.ops.attention import attention, attention_varlen
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
 
@@ -29,8 +29,8 @@ def flash_attn_func(
     softcap            0.0: none
     alibi_slopes       ``(Hq,)`` or ``(B, Hq)``: a bias of ``-slope · |p - j|``
     deterministic      False allows a faster backward whose sums come in any order, where there is one
-    return_attn_probs  also the lse ``(B, Hq, Sq)``, and with dropout the probabilities ``(B, Hq, Sq, Sk)``, negative where
-                       they were dropped; without dropout None
+    return_attn_probs  also the lse ``(B, Hq, Sq)``, and with dropout the probabilities ``(B, Hq, Sq, Sk)``, scaled so that
+                       the largest of a row is 1, and negative where they were dropped; without dropout None
     """
     q, k, v = _heads_first("flash_attn_func", q, k, v)
     left, right = window_of(causal, window_size)
@@ -47,7 +47,7 @@ def flash_attn_func(
     out = out.transpose(1, 2)
     if not return_attn_probs:
         return out
-    return out, lse, _signed_probs(q, k, alibi_slopes, (left, right), options) if dropout_p else None
+    return out, lse, _dropped.signed_probs(q, k, alibi_slopes, (left, right), options) if dropout_p else None
 
 
 def flash_attn_qkvpacked_func(
@@ -83,26 +83,24 @@ def flash_attn_varlen_func(
     """Attention inside each sequence of a packed batch: q ``(Tq, Hq, D)``, k, v ``(Tk, Hk, D)``, out ``(Tq, Hq, D)``.
 
     With ``block_table`` ``(B, max_pages)`` k and v are pages ``(pages, page_size, Hk, D)``. The lse is ``(Hq, Tq)``.
-    ALiBi and pages work on a padded copy of the batch.
+    ALiBi and pages work on a padded copy of the batch, and probabilities ``(B, Hq, max_seqlen_q, max_seqlen_k)`` are of one.
     """
-    name = "flash_attn_varlen_func"
-    if return_attn_probs and dropout_p:
-        raise NotImplementedError(
-            f"{name}: return_attn_probs with dropout_p > 0 is not supported: attention_probs takes dense batches"
-        )
     left, right = window_of(causal, window_size)
     max_seqlen_q, max_seqlen_k = int(max_seqlen_q), int(max_seqlen_k)
     options: dict[str, Any] = {
         "scale": softmax_scale, "softcap": softcap_or_none(softcap), "deterministic": deterministic,
-        **_dropout(q, dropout_p, alibi_slopes is not None),
+        **_dropout(q, dropout_p, return_attn_probs or alibi_slopes is not None),
     }  # fmt: skip
+    asks_for_probs = return_attn_probs and dropout_p > 0
+    found: Tensor | tuple[Tensor, Tensor] | None = None
     if alibi_slopes is None and block_table is None:
         q, k, v = (x if x.stride()[-1] == 1 else x.contiguous() for x in (q, k, v))
         found = attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window=(left, right),
             return_lse=return_attn_probs, **options,
         )  # fmt: skip
-        return (*found, None) if isinstance(found, tuple) else found
+        if not asks_for_probs:
+            return (*found, None) if isinstance(found, tuple) else found
 
     total, batch = q.shape[0], cu_seqlens_q.shape[0] - 1
     q = _packed.padded(q, cu_seqlens_q, max_seqlen_q).transpose(1, 2)
@@ -112,6 +110,9 @@ def flash_attn_varlen_func(
         pages = -(-max_seqlen_k // max(k.shape[1], 1))
         k, v = (_packed.from_pages(x, block_table[:batch, :pages]).transpose(1, 2) for x in (k, v))
     options |= {"q_lengths": _packed.lengths(cu_seqlens_q), "kv_lengths": _packed.lengths(cu_seqlens_k)}
+    probs = _dropped.signed_probs(q, k, alibi_slopes, (left, right), options) if asks_for_probs else None
+    if isinstance(found, tuple):
+        return (*found, probs)
     if alibi_slopes is not None:
         out, lse = _alibi.attend(q, k, v, alibi_slopes, (left, right), **options)
     else:
@@ -119,7 +120,7 @@ def flash_attn_varlen_func(
     out = _packed.packed(out.transpose(1, 2), cu_seqlens_q, total)
     if not return_attn_probs:
         return out
-    return out, _packed.packed(lse.transpose(1, 2), cu_seqlens_q, total, -torch.inf).t().contiguous(), None
+    return out, _packed.packed(lse.transpose(1, 2), cu_seqlens_q, total, -torch.inf).t().contiguous(), probs
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -173,16 +174,10 @@ def _dropout(q: Tensor, dropout_p: float, same_again: bool) -> dict[str, Any]:
     return {"dropout": dropout_p, "dropout_seed": seed}
 
 
-def _signed_probs(
-    q: Tensor, k: Tensor, alibi_slopes: Tensor | None, window: tuple[int, int], options: dict[str, Any]
-) -> Tensor:
-    """The probabilities before dropout, negative where it struck. As large as the scores: that is what was asked for."""
-    if alibi_slopes is not None:
-        raise NotImplementedError(
-            "flash_attn_func: return_attn_probs with dropout_p > 0 and alibi_slopes is not supported: without dropout_p "
-            "the lse is returned"
-        )
-    options = {name: value for name, value in options.items() if name != "deterministic"}
-    dropped = attention_probs(q, k, window=window, **options) == 0
-    probs = attention_probs(q, k, window=window, scale=options["scale"], softcap=options["softcap"])
-    return torch.where(dropped, -probs, probs)
+def _get_block_size_n(device: torch.device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """How many keys are scaled alike in the probabilities of ``return_attn_probs``: all of a row, in each of our kernels.
+
+    In flash_attn they are scaled by the maximum that the kernel had seen when it came to a block of this many keys; its
+    own tests ask for the size to undo that.
+    """
+    return 2**31 - 1

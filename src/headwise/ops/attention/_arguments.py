@@ -111,6 +111,7 @@ class Decode(NamedTuple):
     sink: Tensor | None
     flags: Flags
     num_splits: int  # 0: chosen from the shapes
+    values_in_keys: bool = False  # v_cache is k_cache[..., :Dv], the same memory
     with_lse: bool = True
 
 

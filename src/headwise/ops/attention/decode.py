@@ -59,21 +59,40 @@ def attention_decode(
 
     With Sq > 1 the new tokens are causal among themselves: query ``i`` sits at ``p = i + lengths[b] - Sq`` and sees the
     keys up to ``p``. The result has the shape of q with Dv for D; the lse is float32 ``(B, Hq)`` or ``(B, Hq, Sq)``.
+    Absorbed latent attention (DeepSeek's MLA) has one key head of D 576 whose first 512 numbers are the values: given as
+    ``v_cache = k_cache[..., :512]``, one read of the cache serves both.
     Meant for inference; gradients are there, and cost what those of `attention` cost (over a gathered copy of the cache
     when it is paged). The explicit form is ``attention_backward(…, causal=True, kv_lengths=lengths, kv_starts=…)``.
+
+    >>> q = torch.randn(2, 8, 64)  # one token of each of two sequences
+    >>> k_cache, v_cache = torch.randn(2, 2, 2, 256, 64)
+    >>> hw.attention_decode(q, k_cache, v_cache, torch.tensor([17, 256])).shape
+    torch.Size([2, 8, 64])
     """
     results = _forward(
         (q, k_cache, v_cache, lengths, kv_starts, block_table, sink),
-        (window, scale, softcap, num_splits),
+        (window, scale, softcap, num_splits, _is_part_of(v_cache, k_cache)),
         backend,
         return_lse,
     )
     return results if return_lse else results[0]
 
 
+def _is_part_of(v_cache: Any, k_cache: Any) -> bool:
+    """Are the values the first numbers of each key, in the same memory? Not where memory cannot be asked for."""
+    if torch.compiler.is_compiling() or type(v_cache) is not Tensor or type(k_cache) is not Tensor:
+        return False
+    if v_cache.shape[-1:] >= k_cache.shape[-1:] or v_cache.stride() != k_cache.stride():
+        return False
+    try:
+        return v_cache.data_ptr() == k_cache.data_ptr() != 0
+    except RuntimeError:  # of a transform
+        return False
+
+
 def _check(
     op: str, q: Any, k_cache: Any, v_cache: Any, lengths: Any, kv_starts: Any, block_table: Any, sink: Any,
-    window: Window, scale: float | None, softcap: float | None, num_splits: int | None,
+    window: Window, scale: float | None, softcap: float | None, num_splits: int | None, values_in_keys: bool = False,
 ) -> Decode:  # fmt: skip
     _checks.floating(op, "q", q)
     if q.dim() not in (3, 4):
@@ -100,7 +119,7 @@ def _check(
     if num_splits is not None:
         _checks.whole(op, "num_splits", num_splits, 1)
     flags = _arguments.flags(op, q, True, window, scale, softcap)
-    return Decode(q, k_cache, v_cache, lengths, kv_starts, block_table, sink, flags, num_splits or 0)
+    return Decode(q, k_cache, v_cache, lengths, kv_starts, block_table, sink, flags, num_splits or 0, values_in_keys)
 
 
 def _describe(args: Decode) -> Described:

@@ -82,6 +82,13 @@ def attention(
 
     A query that may see nothing gives zeros and zero gradients; its lse is -inf, or the sink where there is one.
     Differentiable in q, k, v, bias, sink.
+
+    >>> q, k, v = torch.randn(1, 8, 100, 64), torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64)
+    >>> hw.attention(q, k, v, causal=True, window=(31, 0)).shape
+    torch.Size([1, 8, 100, 64])
+    >>> out, lse = hw.attention(q, k, v, kv_lengths=torch.tensor([0]), return_lse=True)  # nothing to see
+    >>> out.abs().max().item(), lse.max().item()
+    (0.0, -inf)
     """
     seed = _arguments.seed_beside("attention", q, dropout, dropout_seed) if dropout else None
     results = _forward(
@@ -105,6 +112,12 @@ def attention_backward(
 
     ``grad_lse`` is the gradient that arrives at the lse, if any. ``need_bias_grad`` and ``need_sink_grad`` append
     ``dbias`` and ``dsink`` to the result, in that order. ``dropout`` needs the ``dropout_seed`` of the forward.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 20, 32)
+    >>> out, lse = hw.attention(q, k, v, causal=True, return_lse=True)
+    >>> dq, dk, dv = hw.attention_backward(torch.ones_like(out), q, k, v, out, lse, causal=True)
+    >>> dk.shape
+    torch.Size([1, 4, 20, 32])
     """
     seed = _arguments.given_seed("attention_backward", q, dropout, dropout_seed) if dropout else None
     grads = _backward(

@@ -28,6 +28,12 @@ def merge_attention(
     packed  the shapes say which it is, except for 3-D outs with as many rows as heads: there it must be given
 
     Differentiable in outs and lses.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 100, 32)
+    >>> parts = [hw.attention(q, k[:, :, part], v[:, :, part], return_lse=True) for part in (slice(60), slice(60, 100))]
+    >>> out, lse = hw.merge_attention(*zip(*parts))
+    >>> torch.allclose(out, hw.attention(q, k, v), atol=1e-5)
+    True
     """
     check_parts("merge_attention", outs, lses)
     turn = is_packed("merge_attention", outs[0], lses[0], packed)
@@ -39,7 +45,12 @@ def merge_attention_backward(
     grad_out: Tensor, grad_lse: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Tensor, *,
     packed: bool | None = None, backend: str | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """The gradients ``(douts, dlses)`` of `merge_attention`, given its results ``out`` and ``lse``."""
+    """The gradients ``(douts, dlses)`` of `merge_attention`, given its results ``out`` and ``lse``.
+
+    >>> outs, lses = list(torch.randn(2, 1, 4, 10, 32)), list(torch.randn(2, 1, 4, 10))
+    >>> out, lse = hw.merge_attention(outs, lses)
+    >>> douts, dlses = hw.merge_attention_backward(torch.ones_like(out), torch.zeros_like(lse), outs, lses, out, lse)
+    """
     check_parts("merge_attention_backward", outs, lses)
     turn = is_packed("merge_attention_backward", outs[0], lses[0], packed)
     (grad_lse, lse, *lses), count = _turned((grad_lse, lse, *lses), turn), len(outs)

@@ -35,6 +35,11 @@ def attention_probs(
 
     A query that may see nothing gives a row of zeros. With a sink the rows sum to less than 1. With the dropout and the
     seed of an `attention` these are its weights: zeros where it dropped. Differentiable in q, k, bias and sink.
+
+    >>> q, k = torch.randn(2, 1, 4, 6, 32)
+    >>> probs = hw.attention_probs(q, k, rows=[-1], causal=True)
+    >>> probs.shape, bool(torch.isclose(probs.sum(), torch.tensor(4.0)))
+    (torch.Size([1, 4, 1, 6]), True)
     """
     seed = _arguments.seed_beside("attention_probs", q, dropout, dropout_seed) if dropout else None
     probs: Tensor = _forward(
@@ -57,6 +62,10 @@ def attention_probs_backward(
 
     ``need_bias_grad`` and ``need_sink_grad`` append ``dbias`` and ``dsink``, in that order. ``dropout`` needs
     the ``dropout_seed`` of the forward.
+
+    >>> q, k = torch.randn(2, 1, 4, 6, 32)
+    >>> probs = hw.attention_probs(q, k)
+    >>> dq, dk = hw.attention_probs_backward(torch.randn_like(probs), probs, q, k)
     """
     indices = _row_indices("attention_probs_backward", rows, q)
     seed = _arguments.given_seed("attention_probs_backward", q, dropout, dropout_seed) if dropout else None

@@ -59,6 +59,11 @@ def attention_varlen(
     return_lse                  also return the lse, float32 ``(Hq, Tq)``
 
     Rows past the last sequence give zeros. Offsets that make no sense give NaN. Differentiable in q, k, v, sink.
+
+    >>> q, k, v = torch.randn(3, 8, 4, 32)  # sequences of 3 and 5 tokens, end to end
+    >>> ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    >>> hw.attention_varlen(q, k, v, ends, ends, 5, 5, causal=True).shape
+    torch.Size([8, 4, 32])
     """
     seed = _arguments.seed_beside("attention_varlen", q, dropout, dropout_seed) if dropout else None
     results = _forward(
@@ -80,6 +85,13 @@ def attention_varlen_backward(
     """The gradients ``(dq, dk, dv)`` of `attention_varlen`, and ``dsink`` after them with ``need_sink_grad``.
 
     ``dropout`` needs the ``dropout_seed`` of the forward.
+
+    >>> q, k, v = torch.randn(3, 8, 4, 32)
+    >>> ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    >>> out, lse = hw.attention_varlen(q, k, v, ends, ends, 5, 5, return_lse=True)
+    >>> dq, dk, dv = hw.attention_varlen_backward(torch.ones_like(out), q, k, v, out, lse, ends, ends, 5, 5)
+    >>> dq.shape
+    torch.Size([8, 4, 32])
     """
     seed = _arguments.given_seed("attention_varlen_backward", q, dropout, dropout_seed) if dropout else None
     grads = _backward(

@@ -5,6 +5,7 @@
       {% import "dropout.wgsl" as dropout with context %}
       {{ dropout.functions() }}          needs load_aux, and the fields of scores.wgsl for a variant with dropout
 #}
+{% import "philox.wgsl" as philox %}
 {% macro functions() %}
 // What the counters of all entries of a head have in common: the seed, and the numbers of batch entry (or sequence) and head.
 struct Dropout { seed: vec2<u32>, batch: u32, head: u32 }
@@ -13,26 +14,7 @@ fn dropout_of(batch: u32, head: u32) -> Dropout {
     return Dropout(vec2<u32>(load_aux(params.seed), load_aux(params.seed + 1u)), batch, params.first_head + head);
 }
 
-// The upper word of a product of two words: WGSL has only the lower one.
-fn upper(a: u32, b: u32) -> u32 {
-    let a0 = a & 0xffffu;
-    let a1 = a >> 16u;
-    let b0 = b & 0xffffu;
-    let b1 = b >> 16u;
-    let middle = a1 * b0 + ((a0 * b0) >> 16u);
-    return a1 * b1 + (middle >> 16u) + ((a0 * b1 + (middle & 0xffffu)) >> 16u);
-}
-
-fn philox(first: vec4<u32>, first_key: vec2<u32>) -> vec4<u32> {
-    var c = first;
-    var key = first_key;
-    for (var turn = 0; turn < 10; turn++) {
-        c = vec4<u32>(upper(0xCD9E8D57u, c.z) ^ c.y ^ key.x, 0xCD9E8D57u * c.z, upper(0xD2511F53u, c.x) ^ c.w ^ key.y, 0xD2511F53u * c.x);
-        key += vec2<u32>(0x9E3779B9u, 0xBB67AE85u);
-    }
-    return c;
-}
-
+{{ philox.functions() }}
 fn random_words(drop: Dropout, query: u32, key: u32) -> vec4<u32> {
     return philox(vec4<u32>(key & 0xfffffff6u, drop.head, query & 0xfffffff7u, drop.batch), drop.seed);
 }

@@ -1,12 +1,12 @@
 // Softmax over rows, and its backward.
 //
-//   forward    x (rows, width)            y  = exp(x - max) / sum exp(x - max)      a row of -inf gives zeros
+//   forward    x (rows, width)            y  = exp(x - max) / sum exp(x - max)      a row of -inf gives zeros, or NaN (`strict`)
 //   backward   p, g (rows, width)         dx = p · (g - sum p · g)
 //
 // A row is read into registers whole, or walked: forwards for its statistics, the last part kept, then backwards for the
 // results, so that the second read hits the cache. How rows map to threads: rows.wgsl.
 //
-// variables: backward, and those of rows.wgsl
+// variables: backward, strict, and those of rows.wgsl
 {% import "rows.wgsl" as rows with context %}
 {% set inputs = ["p", "g"] if backward else ["x"] %}
 {% for name in inputs %}
@@ -62,7 +62,7 @@
     let result = row_sum(state, thread);
 {% else %}
     let result = row_softmax(state, thread);
-    let scale = unit(result.x) / select(result.y, 1.0, result.y == 0.0);
+    let scale = unit(result.x) / {{ "result.y" if strict else "select(result.y, 1.0, result.y == 0.0)" }};
 {% endif %}
 {{ rows.backwards(finish, "is_finite(result)" if backward else "is_finite(scale)") }}
 }

@@ -1,0 +1,12 @@
+"""PyTorch's own operators on arrays.
+
+Each module fills `array.OPERATORS` with one family. What is in none of them is taken apart by PyTorch's decompositions, and
+what has none raises.
+"""
+
+from __future__ import annotations
+
+from headwise.backends.webgpu.aten import indexing, making, pointwise, products, random, reductions, rows, views
+from headwise.backends.webgpu.aten.rest import missing
+
+__all__ = ["indexing", "making", "missing", "pointwise", "products", "random", "reductions", "rows", "views"]

@@ -1,0 +1,175 @@
+"""WebGPU as a device of PyTorch: ``torch.device("webgpu")``.
+
+PyTorch keeps one device type free for others (`PrivateUse1`) and lets Python register it. What makes a tensor from nothing
+(`torch.empty(…, device="webgpu")`) is registered here; whatever is done with arrays goes through their `__torch_dispatch__`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+NAME = "webgpu"
+
+_AUTOCAST_KEY = "AutocastPrivateUse1"
+# The lists of torch/csrc/autocast: products in the lower dtype, what loses digits in float32.
+_LOWER = (
+    "mm", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "matmul", "linear", "einsum", "scaled_dot_product_attention",
+    "conv1d", "conv2d",
+)  # fmt: skip
+_FLOAT32 = (
+    "exp", "log", "log10", "log2", "log1p", "expm1", "rsqrt", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "sum",
+    "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod", "softmax.int", "log_softmax.int", "layer_norm",
+    "nll_loss", "cross_entropy_loss", "mse_loss", "l1_loss", "binary_cross_entropy_with_logits", "norm.Scalar",
+    "norm.ScalarOpt_dim",
+)  # fmt: skip
+
+
+class _Module:
+    """``torch.webgpu``: what PyTorch asks of a device's module."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        from headwise.backends.webgpu import unavailable
+
+        return unavailable() is None
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device: Any) -> None:
+        pass
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def synchronize(self, device: Any = None) -> None:
+        from headwise.backends.webgpu import runtime
+
+        runtime.device().synchronize()
+
+    def empty_cache(self) -> None:
+        from headwise.backends.webgpu import runtime
+
+        device = runtime.device()
+        with device.lock:
+            device.pool.trim()
+
+    def manual_seed(self, seed: int) -> None:
+        from headwise.backends.webgpu.aten import random
+
+        random.stream.seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        from headwise.backends.webgpu.aten import random
+
+        return random.stream.state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        from headwise.backends.webgpu.aten import random
+
+        random.stream.restore(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+
+def _register() -> torch.device:
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken == NAME and hasattr(torch, NAME):
+        return torch.device(NAME, 0)
+    if taken != "privateuseone":
+        raise ImportError(
+            f"headwise: PyTorch has room for one device type from outside, and {taken!r} has it; WebGPU needs a process of its own"
+        )
+    _setup_privateuseone_for_python_backend(NAME, _Module())
+    return torch.device(NAME, 0)
+
+
+DEVICE = _register()
+# Kept: what is registered goes when these go.
+_factories = torch.library.Library("aten", "IMPL")
+_casts = torch.library.Library("aten", "IMPL")
+_others = torch.library.Library("_", "IMPL")
+
+
+def _empty(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
+           memory_format: Any = None) -> Any:  # fmt: skip
+    from headwise.backends.webgpu.aten import making
+
+    return making.empty(tuple(size), dtype or torch.get_default_dtype(), memory_format)
+
+
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
+                   pin_memory: Any = None) -> Any:  # fmt: skip
+    from headwise.backends.webgpu.aten import making
+
+    return making.empty_strided(tuple(size), tuple(stride), dtype or torch.get_default_dtype())
+
+
+def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
+    # Not through PyTorch: `torch.tensor` copies where no `__torch_dispatch__` is seen.
+    from headwise.backends.webgpu.aten import making
+
+    return making.copy_in_place(target, source)
+
+
+def _late(name: str) -> Any:
+    """A factory of `making`, which is imported when the first tensor is made."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from headwise.backends.webgpu.aten import making
+
+        return making.FACTORIES[name](*args, **kwargs)
+
+    return run
+
+
+# Not made from `empty` and an operator with out=, which would have to change the size of a tensor.
+_WHOLE = ("arange", "arange.start", "arange.start_step", "linspace", "eye", "eye.m", "randperm", "tril_indices", "triu_indices")
+
+
+def _autocast(name: str, lower: bool) -> None:
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+    def cast(x: Any, dtype: torch.dtype) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(cast(y, dtype) for y in x)
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype not in (dtype, torch.float64):
+            return x.to(dtype)
+        return x
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(NAME) if lower else torch.float32
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return operator(*cast(args, dtype), **{name: cast(x, dtype) for name, x in kwargs.items()})
+
+    _casts.impl(name, run, _AUTOCAST_KEY)
+
+
+def _register_operators() -> None:
+    _factories.impl("empty.memory_format", _empty, "PrivateUse1")
+    _factories.impl("empty_strided", _empty_strided, "PrivateUse1")
+    _factories.impl("_copy_from", _copy_from, "PrivateUse1")
+    for name in _WHOLE:
+        _factories.impl(name, _late(name), "PrivateUse1")
+    _others.fallback(torch.library.fallthrough_kernel, _AUTOCAST_KEY)
+    for name in _LOWER:
+        _autocast(name, lower=True)
+    for name in _FLOAT32:
+        _autocast(name, lower=False)
+
+
+_register_operators()

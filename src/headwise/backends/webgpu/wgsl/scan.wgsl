@@ -1,0 +1,45 @@
+// Running sums or products along a dim: y[…, i, …] = x[…, 0, …] + … + x[…, i, …].
+//
+//   x   (outer, length, inner), any strides of these three
+//   y   contiguous, in numbers of 32 or 64 bits
+//
+// A workgroup has a line; a thread a piece of it, which it adds up, and again once it is known what comes before.
+//
+// variables: x (dtype), y (dtype: "f32", "i32", "i64"), kind, op ("sum" or "prod")
+{% import "numbers.wgsl" as numbers with context %}
+{% set T = numbers.TYPES[kind] %}
+{{ input("x", numbers.stored(x), 1) }}
+{{ output("y", numbers.stored(y), 1) }}
+{{ params("lines: u32, length: u32, inner: u32, x_outer: u32, x_along: u32, x_inner: u32, piece: u32") }}
+
+// the functions that are used
+
+var<workgroup> pieces: array<{{ T }}, 256>;
+
+fn joined(a: {{ T }}, b: {{ T }}) -> {{ T }} {
+    return {{ {"sum": "long_add(a, b)", "prod": "long_mul(a, b)"}[op] if kind == "l" else "a + b" if op == "sum" else "a * b" }};
+}
+
+@compute @workgroup_size(256) {{ main() }}
+    if (workgroup >= params.lines) { return; }
+    let outer = workgroup / params.inner;
+    let inner = workgroup % params.inner;
+    let base = outer * params.x_outer + inner * params.x_inner;
+    let first = thread * params.piece;
+    let end = min(first + params.piece, params.length);
+    let nothing = {{ {"sum": {"f": "0.0", "i": "0", "l": "vec2<u32>(0u)"}, "prod": {"f": "1.0", "i": "1", "l": "vec2<u32>(1u, 0u)"}}[op][kind] }};
+    var state = nothing;
+    for (var i = first; i < end; i++) {
+        let raw = load_x(base + i * params.x_along);
+        state = joined(state, {{ numbers.taken("raw", x, kind) }});
+    }
+    pieces[thread] = state;
+    workgroupBarrier();
+    var before = nothing;
+    for (var i = 0u; i < thread; i++) { before = joined(before, pieces[i]); }
+    for (var i = first; i < end; i++) {
+        let raw = load_x(base + i * params.x_along);
+        before = joined(before, {{ numbers.taken("raw", x, kind) }});
+        store_y((outer * params.length + i) * params.inner + inner, {{ numbers.given("before", kind, y) }});
+    }
+}

@@ -1,0 +1,159 @@
+"""A model of `headwise.nn` with its sequence sharded over ranks: every rank is given the whole batch and keeps its part.
+
+`context_parallel` hooks the model's forward. Tokens, targets, positions and packing are cut to this rank's shard on the way
+in; attention goes across ranks; a loss comes out as that of the whole batch, the same on every rank. The weights' gradients
+are then each rank's part, and `sum_gradients` makes them whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from headwise.distributed.attention import context_parallel_attention
+from headwise.distributed.groups import Group, Peers, answered, peers_of
+from headwise.distributed.shards import segments, shard_positions, taken
+from headwise.nn import Attention, Packing
+
+OP = "context_parallel"
+
+
+class Sharding:
+    """A group and a layout: what cuts the inputs of a model, and puts its loss together."""
+
+    def __init__(self, group: Group, method: str, layout: str, averaged: bool) -> None:
+        self.group, self.layout, self.method, self.averaged = group, layout, method, averaged
+        self.peers = peers_of(OP, group)
+        self.attend = functools.partial(context_parallel_attention, group=group, method=method, layout=layout)
+
+    def cut(self, x: Tensor, dim: int) -> Tensor:
+        return taken(x, segments(x.shape[dim], self.peers.rank, self.peers.ranks, self.layout), dim)
+
+    def positions(self, total: int, device: torch.device) -> Tensor:
+        return shard_positions(total, self.group, layout=self.layout, device=device)
+
+    def whole_loss(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' parts, whose gradient goes to each rank's own."""
+        total: Tensor = _Total.apply(part, self.peers, self.peers.ranks if self.averaged else 1)
+        return total
+
+
+class ContextParallel:
+    """What `context_parallel` did to a model. ``remove()`` undoes it."""
+
+    def __init__(self, sharding: Sharding, handles: Iterable[Any], undo: Any) -> None:
+        self.sharding, self._handles, self._undo = sharding, list(handles), undo
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._undo()
+
+
+def context_parallel(
+    model: nn.Module, group: Group, *, method: str = "auto", layout: str = "zigzag", averaged: bool = False
+) -> ContextParallel:
+    """A `headwise.nn.TransformerLM`, or a module that is called like one, over the ranks of a group.
+
+    model     called with the whole ids ``(B, S)``, or packed ``(T,)``, on every rank; with targets it returns the loss of
+              all of them, else the logits of this rank's tokens (`shard` says which, `unshard` puts them together)
+    method, layout   as in `context_parallel_attention`
+    averaged  the gradients will be averaged over the same ranks, as DDP and FSDP do, so the loss's gradient is multiplied by
+              their number. Without it call `sum_gradients` after the backward
+
+    Generation and caches are for one process: `ContextParallel.remove` first.
+    """
+    sharding = Sharding(group, method, layout, averaged)
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    if not layers:
+        raise ValueError(
+            f"{OP}: model is a {type(model).__name__} without a headwise.nn.Attention; it needs one. Models of Transformers "
+            "have headwise.integrations.transformers.context_parallel"
+        )
+    for layer in layers:
+        if layer.attend is not None:
+            raise ValueError(f"{OP}: model is sharded already; call remove() first")
+    for layer in layers:
+        layer.attend = sharding.attend
+    counts: list[Tensor] = []
+
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if len(args) > 2:
+            raise TypeError(
+                f"{OP}: the model is called with {len(args)} positional arguments; it needs ids and targets"
+            )
+        given = dict(zip(("ids", "targets"), args, strict=False)) | kwargs
+        for name in ("cache", "lengths"):
+            if given.get(name) is not None:
+                raise NotImplementedError(f"{OP}: {name} is given, and it is not there across ranks")
+        ids, targets, packing = given["ids"], given.get("targets"), given.get("packing")
+        counts.clear()
+        if targets is not None:
+            reduction = getattr(getattr(model, "loss", None), "reduction", "mean")
+            if reduction != "mean":
+                raise NotImplementedError(
+                    f"{OP}: the model's loss has reduction {reduction!r}; across ranks it needs 'mean'"
+                )
+            real = targets != getattr(getattr(model, "loss", None), "ignore_index", -100)
+            counts.append(sharding.cut(real, -1).sum() / real.sum().clamp(min=1))
+            given["targets"] = sharding.cut(targets, -1)
+        if packing is not None:
+            given["packing"] = Packing(packing.cu_seqlens, packing.longest, sharding.cut(packing.positions, 0))
+        elif given.get("positions") is None:
+            given["positions"] = sharding.positions(ids.shape[-1], ids.device)
+        else:
+            given["positions"] = sharding.cut(given["positions"], -1)
+        given["ids"] = sharding.cut(ids, -1)
+        return (), given
+
+    def after(module: nn.Module, args: Any, kwargs: Any, result: Tensor) -> Tensor:
+        return sharding.whole_loss(result * counts[0].to(result.dtype)) if counts else result
+
+    def undo() -> None:
+        for layer in layers:
+            layer.attend = None
+
+    handles = (
+        model.register_forward_pre_hook(before, with_kwargs=True), model.register_forward_hook(after, with_kwargs=True)
+    )  # fmt: skip
+    return ContextParallel(sharding, handles, undo)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def sum_gradients(model: nn.Module, group: Group) -> None:
+    """Every parameter's gradient becomes its sum over the ranks. Without one on any rank it stays None."""
+    peers = peers_of("sum_gradients", group)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        return
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+    # Behind the gradients: who has one at all.
+    grads = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(dtype) for p in parameters]
+    flat = torch.cat([*grads, grads[0].new_tensor([p.grad is not None for p in parameters])])
+    with answered(peers, "the sum of the gradients of the weights"):
+        dist.all_reduce(flat, group=peers.group)
+    *totals, present = flat.split([*(p.numel() for p in parameters), len(parameters)])
+    for parameter, total, some in zip(parameters, totals, present.tolist(), strict=True):
+        parameter.grad = total.view_as(parameter).to(parameter.dtype, copy=True) if some else None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, peers: Peers, factor: int) -> Tensor:
+        ctx.factor = factor
+        total = part.detach().clone()
+        with answered(peers, "the sum of the loss"):
+            dist.all_reduce(total, group=peers.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad * ctx.factor, None, None

@@ -1,0 +1,137 @@
+"""Ranks that are lost in the middle of a call: ``python distributed_faults.py FOLDER``.
+
+Each scenario is a group of three forked processes. In the phase that it names, one of them raises, is killed, or hangs; the
+others have to raise `RankLostError` before the group's timeout and a little more, and what they computed before has to be
+right. All scenarios run at the same time, since most of it is waiting.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import headwise as hw
+import headwise.distributed as hwd
+from headwise.distributed import groups
+
+RANKS, LOST = 3, 1
+TIMEOUT = 8.0  # of the group, in seconds
+GRACE = 12.0  # two cores and dozens of processes
+WAYS = ("raises", "killed", "hangs")
+# What runs, and the phase in which the rank is lost.
+PHASES = (
+    ("ring", "comparing arguments"),
+    ("ring", "step 2 of 3 of the ring, forward"),
+    ("ring", "step 1 of 3 of the ring, backward"),
+    ("ring", "step 2 of 3 of the ring of gradients"),
+    ("gather", "the gather of keys"),
+    ("gather", "the sum of the gradients"),
+    ("ulysses", "the exchange of sequence"),
+    ("ulysses", "the exchange of heads"),
+    ("decode", "merging parts"),
+    ("loss", "the sum of the gradient of hidden"),
+)
+
+
+class Mistake(Exception):
+    """Of the rank itself."""
+
+
+def lose_a_rank(phase, way):
+    """The process ends, or stands still, when it comes to this phase."""
+    real = groups.answered
+
+    @contextmanager
+    def answered(peers, name):
+        if name.startswith(phase):
+            if way == "raises":
+                raise Mistake
+            os.kill(os.getpid(), signal.SIGKILL if way == "killed" else signal.SIGSTOP)
+        with real(peers, name):
+            yield
+
+    groups.answered = answered
+
+
+def work(what, group):
+    """One call with its gradients; whether the results are those of one process."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, 3, 24, 8, generator=generator)
+    if what == "decode":
+        lengths = torch.tensor([24])
+        own = x[:, :, 8 * dist.get_rank() :][:, :, :8]
+        found = hwd.context_parallel_decode(x[:, :, 0], own, own, lengths, group)
+        return torch.allclose(found, hw.attention_decode(x[:, :, 0], x, x, lengths), atol=1e-5)
+    if what == "loss":
+        hidden, weight, targets = x[0, 0].clone().requires_grad_(), x[0, 1], torch.arange(24)
+        own = weight[8 * dist.get_rank() :][:8]
+        loss = hwd.vocabulary_parallel_linear_cross_entropy(hidden, own, targets, group)
+        loss.backward()
+        return torch.allclose(loss, hw.linear_cross_entropy(hidden, weight, targets), atol=1e-5)
+    leaf = x.clone().requires_grad_()
+    own = hwd.shard(leaf, group, dim=2)
+    out = hwd.context_parallel_attention(own, own, own, group, method=what, causal=True)
+    out.sum().backward()
+    return torch.allclose(out, hwd.shard(hw.attention(x, x, x, causal=True), group, dim=2), atol=1e-5)
+
+
+def rank_of(scenario, rank, folder):
+    (what, phase), way = scenario
+    name = f"{what}-{phase}-{way}".replace(" ", "_")
+    result = {"rank": rank, "what": what, "phase": phase, "way": way, "error": "", "right": []}
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT)
+    )
+    begun = time.monotonic()
+    try:
+        for turn in range(3):
+            if turn == 1 and rank == LOST:
+                lose_a_rank(phase, way)
+            begun = time.monotonic()
+            result["right"].append(work(what, dist.group.WORLD))
+    except Mistake:
+        os._exit(3)
+    except Exception as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+    result["seconds"] = time.monotonic() - begun
+    (folder / f"{name}-{rank}.json").write_text(json.dumps(result))
+
+
+def main():
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    x = torch.zeros(1, 1, 1, 1)
+    hw.attention(x, x, x)  # what is imported late is imported once, before the processes part
+    children = {}
+    for scenario in itertools.product(PHASES, WAYS):
+        for rank in range(RANKS):
+            child = os.fork()
+            if child == 0:
+                try:
+                    rank_of(scenario, rank, folder)
+                finally:
+                    os._exit(0)
+            children[child] = rank
+    end = time.monotonic() + TIMEOUT + 3 * GRACE
+    waiting = {child for child, rank in children.items() if rank != LOST}
+    while waiting and time.monotonic() < end:
+        waiting = {child for child in waiting if os.waitpid(child, os.WNOHANG) == (0, 0)}
+        time.sleep(0.1)
+    for child in {*waiting, *(child for child, rank in children.items() if rank == LOST)}:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    print(f"{len(waiting)} processes had to be killed")
+
+
+if __name__ == "__main__":
+    main()
