@@ -27,7 +27,13 @@ from headwise.arguments import split
 from headwise.backends.triton.gpu import KNOWN
 from headwise.backends.triton.hopper.attention_backward import backward
 from headwise.backends.triton.hopper.attention_forward import forward
-from headwise.backends.triton.hopper.coverage import BACKWARD, FORWARD, ForwardTile
+from headwise.backends.triton.hopper.coverage import (
+    BACKWARD,
+    FORWARD,
+    ForwardTile,
+    biased_tile,
+    masked_tile,
+)
 from headwise.backends.triton.recording import Call, Launch, Recording
 from headwise.ops.attention._arguments import Attention, AttentionBackward, Flags, Packing
 
@@ -152,6 +158,23 @@ def _variants() -> dict[str, tuple[Any, Any]]:
         name = f"backward {of.width} {'packed' if packed else 'dense'} {band}"
         name += " grouped" * grouped + " any order" * (not ordered) + " cap" * cap
         made[name] = backward, gradients_of(args)
+    seen, float32 = meta(4096, 4096, dtype=torch.bool), torch.float32
+    scores: dict[str, dict[str, Tensor]] = {
+        "mask": {"mask": seen},
+        "mask of queries": {"mask": seen[:, :1]},
+        "bias": {"bias": meta(16, 4096, 4096)},
+        "float32 bias": {"bias": meta(16, 4096, 4096, dtype=float32)},
+        "bias of keys and mask": {"bias": meta(2, 1, 1, 4096), "mask": seen},
+    }
+    for dim, kind, band in (
+        (64, "mask", "full"), (64, "mask", "causal"), (128, "mask", "full"), (128, "mask of queries", "window"),
+        (256, "mask", "full"), (256, "mask", "causal"), (64, "bias", "full"), (64, "float32 bias", "full"),
+        (128, "bias", "full"), (128, "float32 bias", "full"), (128, "bias of keys and mask", "window"),
+    ):  # fmt: skip
+        args = attention(dim, BANDS[band])._replace(**scores[kind])
+        tile = masked_tile(dim) if args.bias is None else biased_tile(dim, args.bias.element_size())
+        made[f"forward {dim} {kind} {band}"] = functools.partial(forward, tile=tile), args
+        made[f"backward {dim} {kind} {band}"] = backward, gradients_of(args)
     return made
 
 

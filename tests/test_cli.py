@@ -199,7 +199,9 @@ def test_explain_a_gpu_that_is_not_here(capsys):
     code, out, _ = headwise(capsys, *arguments.split(), "--mask", "--json")
     told = json.loads(out)
     assert (told["device"], told["arch"]) == ("cuda", "sm_90")
-    assert told["note"].startswith("forward: the plain kernel (it reads no mask); backward: the plain kernel (")
+    assert told["note"] == "forward: the Hopper kernel; backward: the Hopper kernel"
+    code, out, _ = headwise(capsys, *arguments.split(), "--q-lengths", "--json")
+    assert "the plain kernel (it reads no q_lengths yet)" in json.loads(out)["note"]
 
 
 def test_explain_decoding_from_a_later_start(capsys):

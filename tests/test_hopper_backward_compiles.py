@@ -19,7 +19,8 @@ SHARED_MEMORY = KNOWN["sm_90"].shared_memory
 CALLS = [
     "64 dense causal", "64 dense window", "64 dense window cap", "128 dense full", "128 dense full any order",
     "128 dense causal", "128 dense causal grouped", "128 packed causal", "192 packed causal grouped", "256 dense full",
-    "256 dense causal any order", "256 dense window cap",
+    "256 dense causal any order", "256 dense window cap", "64 mask full", "128 mask full", "256 mask causal",
+    "128 bias full", "128 bias of keys and mask window",
 ]  # fmt: skip
 
 
@@ -88,6 +89,25 @@ def test_a_call_that_tma_cannot_read_is_left_to_the_plain_kernels():
     args = gradients_of(attention(64, CAUSAL))
     for name in "qkv":
         assert recorded(backward, args, unaligned=name) == (None, [], [])
+    biased = gradients_of(attention(64, CAUSAL)._replace(bias=meta(4096, 4096)))
+    assert recorded(backward, biased, unaligned="bias") == (None, [], [])
+
+
+def test_an_expanded_mask_is_packed_once():
+    """Whatever it is broadcast over, also by steps of 0: no more than an eighth of what it holds, and lists."""
+    small, large = (
+        gradients_of(attention(64, CAUSAL)._replace(mask=mask))
+        for mask in (
+            meta(1, 1, 4096, 4096, dtype=torch.bool),
+            meta(4096, 4096, dtype=torch.bool).expand(2, 16, 4096, 4096),
+        )
+    )
+    bits = [
+        max(place.like.numel() for launch in recorded(backward, args)[1] if launch.kernel.fn.__name__ == "pack_mask"
+            for place in launch.tensors[1:])
+        for args in (small, large)
+    ]  # fmt: skip
+    assert bits == [4096 * 4096 // 32] * 2
 
 
 @pytest.mark.parametrize("flags", [FULL, CAUSAL, WINDOW], ids=["full", "causal", "window"])

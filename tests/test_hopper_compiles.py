@@ -27,7 +27,8 @@ CALLS = [
     "128 (128x128) dense full", "128 (128x128) dense causal", "128 (128x128) packed full", "128 (128x128) packed causal",
     "128 (128x128) dense window cap sink", "128 (128x128) packed window cap sink", "128 (128x128 keys first) dense full",
     "128 (128x64) dense causal", "128 (128x64) packed causal", "192 (128x64) dense causal", "256 (128x64) dense causal",
-    "256 (128x64) packed causal", "256 (128x64) lengths left",
+    "256 (128x64) packed causal", "256 (128x64) lengths left", "64 mask causal", "128 mask full",
+    "128 mask of queries window", "64 bias full", "128 bias of keys and mask window",
 ]  # fmt: skip
 
 
@@ -72,6 +73,7 @@ def test_a_call_that_tma_cannot_read_is_left_to_the_plain_kernel():
     assert recorded(forward, args, unaligned="sink")[0] is not None
     for name in "qkv":
         assert recorded(forward, args, unaligned=name) == (None, [], [])
+    assert recorded(forward, args._replace(bias=meta(4096, 4096)), unaligned="bias") == (None, [], [])
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ if not settings.triton_interpret:
 from headwise.backends.triton.gpu import KNOWN, Gpu, Interpreter
 from headwise.backends.triton.hopper.attention_backward import backward
 from headwise.backends.triton.hopper.coverage import backward_tile
+from headwise.backends.triton.hopper.mask_tiles import HEADER
 from headwise.ops.attention._arguments import Attention, AttentionBackward, Flags, Packing
 
 
@@ -43,7 +44,7 @@ def gradients(described, tensors, numbers, variant):
     """What the kernel does, tile by tile of keys."""
     q, k, v, do, stats, dk, dv, bias = described
     bias_batch, bias_head, bias_row, bias_key = numbers[-4:]
-    sums, turns, _, records, bits, lists = tensors
+    sums, turns, _, records, bits, lists, blind, _ = tensors
     steps = numbers[-12:-4]
     upwards = variant.deterministic and variant.has_right and not variant.has_left and records is None
     tiles, _, _, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale = numbers[:12]
@@ -64,22 +65,26 @@ def gradients(described, tensors, numbers, variant):
                     of_k[~seen] = of_v[~seen] = 0
                 sum_dk, sum_dv = torch.zeros_like(of_k), torch.zeros_like(of_v)
                 for head in range(key_head * group, key_head * group + group):
-                    blocks = [(block, None) for block in range(-(-rows // variant.rows))]
+                    blocks = [(block, None, True) for block in range(-(-rows // variant.rows))]
                     if variant.masked:
                         blocks = visited(lists, steps, batch, head, number)
-                    for block, rank in blocks:
+                    for block, rank, needs_mask in blocks:
                         row = torch.arange(block * variant.rows, min(block * variant.rows + variant.rows, rows))
                         distance = torch.arange(low, high) - (row[:, None] + keys - rows)
                         seen = (distance >= (-left if left >= 0 else -math.inf)) & (
                             distance <= (right if right >= 0 else math.inf)
                         )
-                        if variant.masked:
+                        if not needs_mask:
+                            seen[:] = True
+                        elif variant.masked:
                             seen &= unpacked(bits, steps, batch, head, low, high, row).T
                         elif not seen.any():
                             continue
                         of_q, of_do = (x[batch, head, first_row + row].float() for x in (q, do))
                         at = head * all_blocks + first_block + block
                         lse, delta = stats[2 * at, : len(row), None], stats[2 * at + 1, : len(row), None]
+                        if blind is not None and blind[at]:
+                            of_q, of_do = (torch.where(lse.isinf(), 0, x) for x in (of_q, of_do))
                         logits = of_q @ of_k.T * scale
                         if bias is not None:
                             of_head = bias[batch * bias_batch, head * bias_head, :, bias_key + low : bias_key + high]
@@ -96,10 +101,10 @@ def gradients(described, tensors, numbers, variant):
 
 
 def visited(lists, steps, batch, head, number):
-    """(block, rank) of a tile's list. The blocks that are seen whole are not distinguished: their bits are all set."""
+    """(block, rank, does it need the mask?) of a tile's list."""
     at = batch * steps[4] + head * steps[5] + number * steps[6]
-    count = int(lists[at] + lists[at + 1])
-    return [(int(x) & 0xFFFF, int(x) >> 16) for x in lists[at + 2 : at + 2 + count]]
+    entries = lists[at + HEADER : at + HEADER + int(lists[at])].tolist()
+    return [(x & 0x7FFF, x >> 16, x & 0x8000 != 0) for x in entries]
 
 
 def unpacked(bits, steps, batch, head, low, high, row):
@@ -161,14 +166,9 @@ def ours(x, grads, results, packing, window, deterministic, mask=None, bias=None
         cu = [torch.tensor(offsets, dtype=torch.int32) for offsets in packing]
         packed = Packing(*cu, *(int(c.diff().max()) for c in cu))
     call = Attention(x["q"], x["k"], x["v"], mask, bias, sink, None, None, None, packed, flags)
+    wanted = bias is not None, sink is not None
     args = AttentionBackward(
-        grads[0],
-        grads[1].float(),
-        results["0"].to(torch.bfloat16),
-        results["1"].float(),
-        call,
-        bias is not None,
-        sink is not None,
+        grads[0], grads[1].float(), results["0"].to(torch.bfloat16), results["1"].float(), call, *wanted
     )
     gpu = StandIn()
     tile = backward_tile(dim, False, bias is not None)._replace(unordered_from=0, banded_unordered_from=0)
@@ -222,10 +222,12 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize(("dim", "deterministic"), [(64, True), (128, False), (192, True)])
-@pytest.mark.parametrize("window", [(None, None), (None, 0), (60, 20)])
+@pytest.mark.parametrize(
+    ("dim", "deterministic", "window"),
+    [(64, True, (None, None)), (64, True, (None, 0)), (128, False, (60, 20)), (192, True, (60, None))],
+)
 @pytest.mark.parametrize("name", MASKS)
-def test_masks(name, window, dim, deterministic):
+def test_masks(name, dim, deterministic, window):
     batch, heads, key_heads, rows, keys = 2, 4, 2, 300, 260
     mask = MASKS[name](batch, heads, rows, keys)
     x = {"q": normal(batch, heads, rows, dim, seed=1)}
@@ -235,6 +237,7 @@ def test_masks(name, window, dim, deterministic):
     seen = (mask & direct.visible_keys(rows, keys, window=window)).expand(batch, heads, rows, keys)
     used = seen.any(2).unflatten(1, (key_heads, -1)).any(2)
     x["k"][~used] = x["v"][~used] = math.nan
+    x["q"][~seen.any(3)] = grads[0][~seen.any(3)] = math.nan
     found = ours(x, grads, expected, None, window, deterministic, mask)
     for n, grad in found.items():
         assert_close(grad, expected[f"grad of {n}"])
@@ -242,19 +245,33 @@ def test_masks(name, window, dim, deterministic):
     assert not found["k"][~used].any()
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("window", [(None, 0), (60, 20)])
-@pytest.mark.parametrize("shape", [(1, 4, 300, 264), (2, 1, 1, 264), (2, 1, 300, 264)], ids=str)
-def test_biases(shape, window, masked, dim):
-    batch, heads, key_heads, rows, keys = 2, 4, 2, 300, 264
+@pytest.mark.parametrize(
+    ("shape", "masked", "window"),
+    [
+        ((1, 4, 170, 136), False, (None, 0)),
+        ((1, 4, 170, 136), True, (60, 20)),
+        ((2, 1, 1, 136), True, (None, 0)),
+        ((2, 1, 1, 136), False, (60, 20)),
+        ((2, 1, 170, 136), False, (60, None)),
+    ],
+)
+def test_biases(shape, masked, window):
+    batch, heads, key_heads, rows, keys, dim = 2, 4, 2, 170, 136, 64
     mask = of_documents(rows, keys)[None, None] if masked else None
     bias = normal(*shape, seed=11)
     bias[..., ::9] = -math.inf
+    if bias.shape[2] > 1:
+        bias[..., 50:60, :] = -math.inf
     x = {"q": normal(batch, heads, rows, dim, seed=1)}
     x |= {n: normal(batch, key_heads, keys, dim, seed=s) for n, s in (("k", 2), ("v", 3))}
     grads = normal(batch, heads, rows, dim, seed=5), normal(batch, heads, rows, seed=6, dtype=torch.float32)
     expected = truth(x | {"bias": bias}, grads, None, window, mask=mask)
+    seen = direct.visible_keys(rows, keys, window=window) & (True if mask is None else mask) & (bias > -math.inf)
+    blind = ~seen.any(3).expand(batch, heads, rows)
+    x["q"][blind] = grads[0][blind] = math.nan
+    if mask is None:
+        hidden = ~direct.visible_keys(rows, keys, window=window).any(0)
+        x["k"][:, :, hidden] = x["v"][:, :, hidden] = math.nan
     found = ours(x, grads, expected, None, window, True, mask, bias)
     for n, grad in found.items():
         assert_close(grad, expected[f"grad of {n}"])

@@ -298,8 +298,8 @@ def test_graphs_and_streams_draw_their_work_from_counters_of_their_own():
 
 def test_what_is_not_covered_goes_to_the_plain_kernel_and_says_so():
     q, k, v = qkv(1, 32, 32, 600, 600, 128)
-    mask = torch.ones(600, 600, dtype=torch.bool, device=q.device)
-    assert "the plain kernel (it reads no mask" in note("attention", q, k, v, mask=mask)
+    bias = normal(600, 1)
+    assert "the plain kernel (it reads no bias that is broadcast" in note("attention", q, k, v, bias=bias)
     odd = normal(1, 32, 600, 132)[..., :128]
     assert "the plain kernel (the strides of q" in note("attention", odd, k, v)
     same = {"causal": True}  # as in the tile that `plainly` asks for

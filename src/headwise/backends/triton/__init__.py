@@ -62,7 +62,7 @@ def note(call: Call, args: Any) -> str | None:
     for launcher, covers in _HOPPER.items():
         if launcher in call.launchers:
             reason = missing or covers(getattr(args, "forward", args))
-            if reason is None and (operands := [name for name in unaligned if name in ("q", "k", "v")]):
+            if reason is None and (operands := [name for name in unaligned if name in ("q", "k", "v", "bias")]):
                 reason = f"{operands[0]} does not begin at a multiple of {ALIGNMENT} bytes"
             kernel = "the Hopper kernel" if reason is None else f"the plain kernel ({reason})"
             said.append(f"{launcher.removeprefix('attention_')}: {kernel}")

@@ -1,8 +1,8 @@
 """The suite for Hopper GPUs: bfloat16 attention against the fastest peers, cuDNN and FlashAttention-4.
 
 24 shapes with 16384 tokens and heads · head dim = 2048, forward and backward, in ten shuffled rounds; then grouped
-heads, a window and a packed batch. Inputs are views of ``(B, S, H, D)``, FlashAttention's layout. A peer that is not
-installed or cannot run a case is left out, and the report says so. Ours must be at least as fast as each peer.
+heads, a window, a packed batch, masks and biases. Inputs are views of ``(B, S, H, D)``, FlashAttention's layout. A peer
+that is not installed or cannot run a case is left out, and the report says so. Ours must be at least as fast as each peer.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import product
 
 from headwise.benchmark.case import AtLeast, BenchCase, BenchSuite, Contender, Direction
+from headwise.benchmark.suites import hopper_features
 from headwise.benchmark.suites.attention import BOTH, PATTERNS, Shape, Visibility, attention_case
 from headwise.benchmark.suites.cuda import BF16, TOKENS, attention_table, random_packed_case, table_shape
 from headwise.benchmark.suites.peers import CUDNN, FA4, fa4_peer, sdpa_peers
@@ -20,7 +21,7 @@ PEERS = (*sdpa_peers(CUDNN), fa4_peer())
 
 def cases(quick: bool) -> list[BenchCase]:
     shrink = 64 if quick else 1
-    return [*_dense(shrink), *_grouped(shrink), *_window(shrink), *_packed(shrink)]
+    return [*_dense(shrink), *_grouped(shrink), *_window(shrink), *_packed(shrink), *hopper_features.cases(shrink)]
 
 
 def _attention(

@@ -32,11 +32,16 @@ _KERNELS = {
 
 def sdpa_peers(*names: str) -> tuple[Contender, ...]:
     """PyTorch's attention, restricted to one of its kernels for each peer."""
-    return tuple(_sdpa_peer(name, sdpa) for name in names)
+    return sdpa_peers_of(sdpa, *names)
+
+
+def sdpa_peers_of(prepare: Callable[[Arguments], Callable[[], Tensor]], *names: str) -> tuple[Contender, ...]:
+    """The same for a call of their own."""
+    return tuple(_sdpa_peer(name, prepare) for name in names)
 
 
 def sdpa_decode_peers(*names: str) -> tuple[Contender, ...]:
-    return tuple(_sdpa_peer(name, _sdpa_decode) for name in names)
+    return sdpa_peers_of(_sdpa_decode, *names)
 
 
 def sdpa_yardsticks(prepare: Callable[[Arguments], Callable[[], Tensor]], *names: str) -> tuple[Contender, ...]:

@@ -31,6 +31,7 @@ from headwise.backends.triton.hopper.coverage import (
     covers_backward,
     heads_outside,
     strides_fit,
+    unexpanded,
 )
 from headwise.backends.triton.hopper.descriptors import BiasBox, Box, PackedBox, StatisticsBox
 from headwise.backends.triton.hopper.mask_tiles import NO_STEPS, packed_mask
@@ -107,8 +108,11 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
             gpu, _cut_mask(call.mask, empty, hidden), rows, keys, (left, right), (tile.keys, tile.rows), keys_down=True,
             upwards=upwards,
         )  # fmt: skip
+    blind = None  # blocks of queries of which some see nothing; the band has been seen to
+    if call.mask is not None or call.bias is not None:
+        blind = gpu.empty((heads * all_blocks,), torch.int32)
     row_stats = gpu.empty((batch, heads, all_rows, 4), torch.float32) if args.need_bias else None
-    bias, bias_rows = layout.four_dims(call.bias), 0
+    bias, bias_rows = unexpanded(call.bias), 0
     if bias is not None:
         bias_rows = tile.rows if bias.shape[2] > 1 else 1
     align = aligned_elements(out, grad_out, dq)
@@ -116,7 +120,7 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
     gpu.launch(
         prepare_rows,
         (row_blocks * heads * batch,),
-        (grad_out, grad_lse, out, lse, sink, row_records, stats, sums, turns, sink_partials, row_stats),
+        (grad_out, grad_lse, out, lse, sink, row_records, stats, sums, turns, sink_partials, row_stats, blind),
         (rows, empty, heads, row_blocks, all_blocks, *out.stride()[:3], *grad_out.stride()[:3]),
         (dim, tile.width, padded_dim, tile.rows, align),
     )
@@ -125,7 +129,10 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
     gpu.launch(
         backward_kernel if tile.width <= 128 else wide_backward_kernel,
         (min(tiles * batch * key_heads, gpu.multiprocessors),),
-        (sums, turns, gpu.counters(1), tile_records, *((None, None) if masked is None else masked[:2])),
+        (
+            sums, turns, gpu.counters(1), tile_records, *((None, None) if masked is None else masked[:2]), blind,
+            None if blind is None else stats,
+        ),
         (
             tiles, batch * key_heads,
             _heads_together(deterministic, left, right, tiles, row_blocks, batch * key_heads, gpu.multiprocessors),
@@ -152,7 +159,7 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
     gpu.launch(
         finish_dq,
         (pieces * row_blocks * heads * batch,),
-        (sums, turns, row_records, dq),
+        (sums, turns, row_records, blind, None if blind is None else stats, dq),
         (rows, empty, heads, row_blocks, all_blocks, *dq.stride()[:3], flags.scale),
         (dim, tile.rows, columns, pieces, align),
     )
@@ -170,7 +177,7 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
 
 def _cut_mask(mask: Tensor, empty: int, hidden: int) -> Tensor:
     """Without the rows that see nothing and the keys that nothing sees, by the band alone."""
-    mask = layout.four_dims(mask)
+    mask = unexpanded(mask)
     if mask.shape[2] > 1:
         mask = mask[:, :, empty:]
     return mask[..., hidden:] if mask.shape[3] > 1 else mask

@@ -17,6 +17,7 @@ from headwise.backends.triton.hopper.coverage import (
     heads_outside,
     masked_tile,
     tiles_in_all,
+    unexpanded,
 )
 from headwise.backends.triton.hopper.descriptors import BiasBox, Box, PackedBox
 from headwise.backends.triton.hopper.forward_kernel import forward_kernel
@@ -77,7 +78,7 @@ def forward(gpu: Gpu, args: Attention, tile: ForwardTile | None = None) -> tuple
         masked = packed_mask(
             gpu, args.mask, q_length, k_length, (left, right), (_ROWS * tile.consumers, tile.keys)
         )  # fmt: skip
-    bias, bias_rows = layout.four_dims(args.bias), 0
+    bias, bias_rows = unexpanded(args.bias), 0
     if bias is not None:
         bias_rows = _ROWS * tile.consumers if bias.shape[2] > 1 else 1
     box = Box if packing is None else PackedBox

@@ -26,6 +26,8 @@ A bias lies in shared memory as well, which then has one place for keys and valu
 In the signatures, HALF is the number of a consumer and X are the constants of a `Variant`.
 """
 
+# ruff: noqa: RUF005  (Gluon has no starred lists)
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -52,6 +54,7 @@ from headwise.backends.triton.hopper.backward_schedule import (
     constants,
     is_first_at,
     list_of,
+    needs_mask,
     new_tiles,
     next_tile,
     pass_turns,
@@ -77,8 +80,15 @@ class Listed(NamedTuple):
     first: Any  # no other tile adds to these sums before this one
     words: Any  # of its block
     bits: Any  # of its head
-    coming: Any  # the block of the next step
-    more: Any  # is there one that needs the mask?
+    coming: Any  # the entry of the next step
+
+
+@gluon.jit
+def _words_of(entry, bits, low, tile, call, S_LAYOUT: gl.constexpr, X: gl.constexpr):
+    """The words of an entry's block; all bits are set where it needs no mask: cheaper than a branch around their use."""
+    masked = needs_mask(entry)
+    words = load_words(call.mask, bits, entry & 0x7FFF, low, tile.keys, masked, S_LAYOUT, 64, X.rows)
+    return words | gl.where(masked, 0, -1)
 
 
 @gluon.jit
@@ -153,9 +163,7 @@ def _step(
     s_started = warpgroup_mma(own_k, next_q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     words = 0
     if X.masked and MASKED:  # here registers are free, and the products take as long as memory does
-        words = load_words(
-            call.mask, listed.bits, listed.coming, low + opaque_zero(), tile.keys, listed.more, S_LAYOUT, 64, BM
-        )  # fmt: skip
+        words = _words_of(listed.coming, listed.bits, low + opaque_zero(), tile, call, S_LAYOUT, X)
     products, dk, ds_operand = warpgroup_mma_wait(0, [s_started, dk_started, ds_operand])
     mbarrier.arrive(buffers.q_empty.index(stage))
     return products, dk, dv, words
@@ -170,8 +178,8 @@ def _walk(
     for i in range(0, end - begin):
         block = block_at(i, begin, end, X)
         products, dk, dv, _ = _step(
-            HALF, products, dk, dv, step, block, None, step + 1 < past, place, head_sums + block.to(gl.int64) * (X.rows * X.dim),
-            low, tile, buffers, ds_s, turns, call, MASKED, X,
+            HALF, products, dk, dv, step, block, None, step + 1 < past, place,
+            head_sums + block.to(gl.int64) * (X.rows * X.dim), low, tile, buffers, ds_s, turns, call, MASKED, X,
         )  # fmt: skip
         step += 1
     return products, dk, dv, step
@@ -179,23 +187,20 @@ def _walk(
 
 @gluon.jit
 def _walk_list(
-    HALF: gl.constexpr, products, dk, dv, step, list_at, bits, begin, end, past, place, head_sums, low, tile, buffers, ds_s,
-    turns, call, MASKED: gl.constexpr, X: gl.constexpr,
+    HALF: gl.constexpr, products, dk, dv, step, list_at, bits, blocks, past, place, head_sums, low, tile, buffers, ds_s,
+    turns, call, X: gl.constexpr,
 ):  # fmt: skip
-    """The steps of the entries of a list from ``begin`` to ``end``; entries and words are loaded a step ahead."""
+    """The steps of a list; entries and words are loaded a step ahead."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.rows, 16])
-    entries = list_at + LIST_HEADER
-    entry = gl.load(entries + begin, mask=begin < end, other=0)
-    words = 0
-    if MASKED:
-        words = load_words(call.mask, bits, entry & 0xFFFF, low, tile.keys, begin < end, S_LAYOUT, 64, X.rows)
-    for i in range(begin, end):
+    entry = gl.load(list_at + LIST_HEADER, mask=blocks > 0, other=0)
+    words = _words_of(entry, bits, low, tile, call, S_LAYOUT, X)
+    for i in range(0, blocks):
         block, rank = block_and_rank(entry)
-        entry = gl.load(entries + i + 1, mask=i + 1 < end, other=0)
-        listed = Listed(rank == 0, words, bits, entry & 0xFFFF, i + 1 < end)
+        entry = gl.load(list_at + LIST_HEADER + i + 1, mask=i + 1 < blocks, other=0)
+        listed = Listed(rank == 0, words, bits, entry)
         products, dk, dv, words = _step(
             HALF, products, dk, dv, step, block, listed, step + 1 < past, place,
-            head_sums + block.to(gl.int64) * (X.rows * X.dim), low, tile, buffers, ds_s, turns, call, MASKED, X,
+            head_sums + block.to(gl.int64) * (X.rows * X.dim), low, tile, buffers, ds_s, turns, call, True, X,
         )  # fmt: skip
         step += 1
     return products, dk, dv, step
@@ -246,15 +251,11 @@ def _consume(HALF: gl.constexpr, dk_desc, dv_desc, buffers, ds_s, mailbox, turns
                 if X.upwards:
                     masked_begin, masked_end = tile.begin, tile.whole_begin
                 if X.masked:
-                    list_at, parts, blocks = list_of(tile, member, call)
+                    list_at, blocks = list_of(tile, member, call)
                     bits = bits_of(call.mask, tile.batch, tile.head * call.group + member)
                     products, dk, dv, step = _walk_list(
-                        HALF, products, dk, dv, step, list_at, bits, 0, parts, past, place, head_sums, low, tile, buffers,
-                        ds_s, turns, call, True, X,
-                    )  # fmt: skip
-                    products, dk, dv, step = _walk_list(
-                        HALF, products, dk, dv, step, list_at, bits, parts, blocks, past, place, head_sums, low, tile,
-                        buffers, ds_s, turns, call, False, X,
+                        HALF, products, dk, dv, step, list_at, bits, blocks, past, place, head_sums, low, tile, buffers,
+                        ds_s, turns, call, X,
                     )  # fmt: skip
                 elif X.has_left or X.upwards:
                     products, dk, dv, step = _walk(
@@ -309,12 +310,12 @@ def _consume(HALF: gl.constexpr, dk_desc, dv_desc, buffers, ds_s, mailbox, turns
         "group", "bits_batch", "bits_head", "bits_block", "bits_row", "lists_batch", "lists_head", "lists_tile", "seen_at",
         "bias_batch", "bias_head", "bias_row", "bias_key",
     ],
-    do_not_specialize_on_alignment=["ticket", "bits", "lists"],
+    do_not_specialize_on_alignment=["ticket", "bits", "lists", "blind", "stats"],
 )  # fmt: skip
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, sums, turns, ticket, records, bits, lists, tiles,
-    batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale, score_scale,
-    softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, sums, turns, ticket, records, bits, lists,
+    blind, stats, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group,
+    scale, score_scale, softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
     bias_batch, bias_head, bias_row, bias_key, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """A persistent program. The parameters are those of `Inputs` and `Call`, the gradients, and a `Variant`."""
@@ -331,7 +332,7 @@ def backward_kernel(
         )
     call = Call(
         sums, turns, ticket, records, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right,
-        key_heads, group, scale, score_scale, softcap, mask, bias_place,
+        key_heads, group, scale, score_scale, softcap, mask, bias_place, blind, stats,
     )  # fmt: skip
     tiles_s = new_tiles(inputs, X)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, X.keys, X.rows], gl.NVMMASharedLayout(128, 16, 2))
@@ -339,7 +340,7 @@ def backward_kernel(
     kv_full, kv_empty = new_barriers(X.kv_stages, 1), new_barriers(X.kv_stages, 2)
     full, empty = new_barriers(X.stages, 2), new_barriers(X.stages, 2)  # q and grad_out; consumers
     cut = None
-    if X.masked:
+    if X.masked or X.bias_rows > 0:
         cut = new_barriers(1, 1)
     buffers = Buffers(*tiles_s, kv_full, kv_empty, full, empty, full, empty, cut, bias_s)  # type: ignore[call-arg]
     turn_barriers = Turns(new_barriers(X.stages, 1), new_barriers(X.stages, 1))

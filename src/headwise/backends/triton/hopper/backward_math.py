@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from headwise.backends.triton.hopper.gluon_names import gl, gluon
 
-
 LOG2E = gl.constexpr(1.4426950408889634)
 
 

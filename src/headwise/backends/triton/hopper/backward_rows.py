@@ -77,14 +77,15 @@ def _sink_gradient(sink, own_lse, delta):
     do_not_specialize=["rows", "empty", "heads", "row_blocks", "all_blocks", "o_b", "o_h", "g_b", "g_h"]
 )  # fmt: skip
 def prepare_rows(
-    grad_out, grad_lse, out, lse, sink, records, stats, sums, turns, sink_partials, row_stats,
+    grad_out, grad_lse, out, lse, sink, records, stats, sums, turns, sink_partials, row_stats, blind,
     rows, empty, heads, row_blocks, all_blocks, o_b, o_h, o_s, g_b, g_h, g_s,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of a head: (lse · log2 e, delta) for the kernel; its turn set to 0, or its sums of dQ to zeros.
 
     rows: of a sequence, without the ``empty`` ones before them. sink_partials: ``[Hq, all_blocks]``. row_stats: the same
-    statistics ``[B, Hq, rows, 4]`` for the gradient of a bias, or None.
+    statistics ``[B, Hq, rows, 4]`` for the gradient of a bias, or None. blind: does a block have rows that see nothing,
+    though the band would let them? With a mask or a bias; None without. Their lse becomes +inf.
     """
     program = tl.program_id(0)
     head = (program // row_blocks) % heads
@@ -103,11 +104,17 @@ def prepare_rows(
         block.first, row, row < block.rows, g_base, grad_lse_base, o_base, lse_base, o_s, g_s, D, BLOCK_D
     )
     padded = head.to(tl.int64) * all_blocks + block.place
-    tl.store(stats + padded * (2 * ROWS) + lane, own_lse)
+    known_lse = own_lse
+    if blind is not None:
+        if sink is not None:  # the rest of such a row's denominator, if there is one, is lost in rounding
+            known_lse = tl.where(own_lse == tl.load(sink + head).to(tl.float32) * LOG2E, float("inf"), own_lse)
+        is_blind = (known_lse == float("inf")) & (row < block.rows)
+        tl.store(blind + padded, tl.max(is_blind.to(tl.int32), 0))
+    tl.store(stats + padded * (2 * ROWS) + lane, known_lse)
     tl.store(stats + padded * (2 * ROWS) + ROWS + lane, delta)
     if row_stats is not None:
         at = row_stats + (head_rows + block.first + row) * 4
-        tl.store(at, own_lse, mask=row < block.rows)
+        tl.store(at, known_lse, mask=row < block.rows)
         tl.store(at + 1, delta, mask=row < block.rows)
         nothing = row_stats + (head_rows + block.first - block.empty + row) * 4
         tl.store(nothing, float("inf"), mask=row < block.empty)
@@ -133,13 +140,13 @@ def prepare_rows(
 
 @triton.jit(do_not_specialize=["rows", "empty", "heads", "row_blocks", "all_blocks", "dq_b", "dq_h"])
 def finish_dq(
-    sums, turns, records, dq,
+    sums, turns, records, blind, stats, dq,
     rows, empty, heads, row_blocks, all_blocks, dq_b, dq_h, dq_s, scale,
     D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """A piece of a block of dQ: ``[64, COLUMNS]`` sums, in the order of a warpgroup's registers, as rows in dq's dtype.
 
-    Rows that see nothing get zeros.
+    Rows that see nothing get zeros. stats: as the kernel had them, if `prepare_rows` was given ``blind``.
     """
     program = tl.program_id(0)
     piece = program % PIECES
@@ -162,6 +169,9 @@ def finish_dq(
             flat = tl.where(block.bad, float("nan"), flat)
         tile = tl.reshape(flat * scale, [4, COLUMNS // 8, 8, 4, 2, 2])
         tile = tl.reshape(tl.permute(tile, (0, 4, 2, 1, 3, 5)), [64, COLUMNS])
+        if blind is not None:
+            own_lse = tl.load(stats + padded * (2 * ROWS) + row - block.number * ROWS)
+            tile = tl.where((own_lse == float("inf"))[:, None], 0.0, tile)
         at = base + (block.first + row)[:, None] * dq_s + d[None, :]
         tl.store(at, tile.to(dq.dtype.element_ty), mask=(row < block.rows)[:, None] & (d < D)[None, :])
     if block.number * ROWS < block.empty:

@@ -22,7 +22,14 @@ from headwise.backends.triton.hopper.gluon_names import (
     thread_barrier,
 )
 from headwise.backends.triton.hopper.mailbox import post, read, wait_empty, wait_full
-from headwise.backends.triton.hopper.mask_words import blank_unseen, entry_at, lists_of, seen_words, some_unseen
+from headwise.backends.triton.hopper.mask_words import (
+    blank_blind,
+    blank_unseen,
+    entry_at,
+    lists_of,
+    seen_words,
+    some_unseen,
+)
 from headwise.backends.triton.hopper.sequence_rows import load_rows
 from headwise.backends.triton.hopper.variants import Constants
 
@@ -44,7 +51,7 @@ class Variant(NamedTuple):
     stages: int  # steps that are loaded ahead
     kv_stages: int  # tiles whose keys and values there is room for
     masked: bool = False  # a packed mask, with lists of the blocks that tiles visit
-    bias_rows: int = 0  # of a block of the bias: as many as a step has, one if it is broadcast over the queries, or none
+    bias_rows: int = 0  # of a block of the bias: those of a step, one if it is broadcast over the queries, or none
 
 
 @constexpr_function
@@ -82,6 +89,8 @@ class Call(NamedTuple):
     softcap: Any  # times log2(e)
     mask: Any  # a `Mask`, or None
     bias: Any  # where a tile's part of the bias lies: a `BiasPlace`, or None
+    blind: Any  # with a mask or a bias: has a block of queries some that see nothing?
+    stats: Any  # what ``Inputs.stats`` describes
 
 
 class BiasPlace(NamedTuple):
@@ -136,23 +145,27 @@ class Buffers(NamedTuple):
     q_empty: Any
     do_full: Any
     do_empty: Any
-    kv_cut: Any  # keys and values have arrived, some of which are to be zeroed; None without a mask
+    cut: Any  # what has arrived is to be zeroed in part; None without a mask or a bias
     bias: Any  # queries down; arrives with q, and its place is free when that of q is
 
 
 @gluon.jit
 def list_of(tile, member, call):
-    """``(list, blocks that need the mask, all blocks)`` of a tile and a query head of its key head."""
+    """``(list, blocks)`` of a tile and a query head of its key head."""
     lists = lists_of(call.mask, tile.batch, tile.head * call.group + member)
     at = lists + tile.number * call.mask.lists_tile
-    parts = gl.load(at)
-    return at, parts, parts + gl.load(at + 1)
+    return at, gl.load(at)
 
 
 @gluon.jit
 def block_and_rank(entry):
     """Of an entry of a list: a block of queries, and how many tiles add to it before this one."""
-    return entry & 0xFFFF, entry >> 16
+    return entry & 0x7FFF, entry >> 16
+
+
+@gluon.jit
+def needs_mask(entry):
+    return (entry & 0x8000) != 0
 
 
 @gluon.jit
@@ -207,7 +220,8 @@ def produce(inputs, buffers, mailbox, call, X: gl.constexpr):
     """
     BM: gl.constexpr = X.rows
     BYTES: gl.constexpr = BM * inputs.q.block_shape[-1] * 2 + BM * 4
-    BIAS_BYTES: gl.constexpr = 0 if X.bias_rows == 0 else X.bias_rows * X.keys * inputs.bias.dtype.primitive_bitwidth // 8
+    BIAS_BITS: gl.constexpr = 0 if X.bias_rows == 0 else inputs.bias.dtype.primitive_bitwidth
+    BIAS_BYTES: gl.constexpr = X.bias_rows * X.keys * BIAS_BITS // 8
     step = 0
     count = 0
     works = call.tiles * call.batch_heads
@@ -224,7 +238,7 @@ def produce(inputs, buffers, mailbox, call, X: gl.constexpr):
                 q_head = tile.head * call.group + member
                 blocks = tile.end - tile.begin
                 if X.masked:
-                    list_at, _, blocks = list_of(tile, member, call)
+                    list_at, blocks = list_of(tile, member, call)
                 for i in range(0, blocks):
                     block = block_at(i, tile.begin, tile.end, X)
                     if X.masked:
@@ -233,16 +247,43 @@ def produce(inputs, buffers, mailbox, call, X: gl.constexpr):
                     stats_row = (q_head * call.all_blocks + tile.first_block + block) * 2
                     wait_empty(buffers.do_empty, step, X.stages)
                     arrived = buffers.do_full.index(stage)
-                    mbarrier.expect(arrived, BYTES)
+                    blind = False
+                    if X.masked or X.bias_rows > 0:
+                        blind = gl.load(call.blind + q_head * call.all_blocks + tile.first_block + block) != 0
+                        if blind:
+                            arrived = buffers.cut.index(0)
+                            wait_empty(buffers.q_empty, step, X.stages)
+                            mbarrier.expect(arrived, 2 * BYTES + BIAS_BYTES)
+                        else:
+                            mbarrier.expect(arrived, BYTES)
+                    else:
+                        mbarrier.expect(arrived, BYTES)
                     _load_queries(inputs.do, tile, q_head, block, arrived, buffers.do.index(stage), X)
                     load_tile(inputs.stats, [stats_row + 1, 0], arrived, buffers.delta.index(stage))
-                    wait_empty(buffers.q_empty, step, X.stages)
-                    arrived = buffers.q_full.index(stage)
-                    mbarrier.expect(arrived, BYTES + BIAS_BYTES)
+                    if X.masked or X.bias_rows > 0:
+                        if not blind:
+                            wait_empty(buffers.q_empty, step, X.stages)
+                            arrived = buffers.q_full.index(stage)
+                            mbarrier.expect(arrived, BYTES + BIAS_BYTES)
+                    else:
+                        wait_empty(buffers.q_empty, step, X.stages)
+                        arrived = buffers.q_full.index(stage)
+                        mbarrier.expect(arrived, BYTES + BIAS_BYTES)
                     if X.bias_rows > 0:
                         _load_bias(inputs.bias, call, tile, q_head, block, arrived, buffers.bias.index(stage), X)
                     _load_queries(inputs.q, tile, q_head, block, arrived, buffers.q.index(stage), X)
                     load_tile(inputs.stats, [stats_row, 0], arrived, buffers.lse.index(stage))
+                    if X.masked or X.bias_rows > 0:
+                        if blind:  # what they hold must not meet the products: zero times NaN is NaN
+                            mbarrier.wait(arrived, cuts & 1)
+                            cuts += 1
+                            lse = call.stats + stats_row.to(gl.int64) * BM
+                            blank_blind(buffers.q, stage, lse, BM, inputs.q.block_shape[-1])
+                            blank_blind(buffers.do, stage, lse, BM, inputs.q.block_shape[-1])
+                            fence_async_shared()
+                            thread_barrier()
+                            mbarrier.arrive(buffers.do_full.index(stage))
+                            mbarrier.arrive(buffers.q_full.index(stage))
                     # After the first q: these places may still be taken by the tile before.
                     if X.masked:
                         if step == first_step:
@@ -290,7 +331,7 @@ def _load_keys(inputs, buffers, tile, count, cuts, call, X: gl.constexpr):
         lists = lists_of(call.mask, tile.batch, tile.head * call.group)
         seen, half = seen_words(call.mask, lists, tile.number, X.keys)
         if some_unseen(seen, half, members, step, X.keys):
-            cut = buffers.kv_cut.index(0)
+            cut = buffers.cut.index(0)
             _copy_keys(inputs, tile, cut, k, v, X)
             mbarrier.wait(cut, cuts & 1)
             cuts += 1
@@ -382,7 +423,7 @@ def _tile_of(ticket, call, X: gl.constexpr):
         begin, end = ticket * 0, ticket * 0
         place = Tile(batch, head, 0, 0, 0, 0, number, 0, 0, 0, 0, 0, 0, 0)
         for member in range(0, call.group):
-            _, _, blocks = list_of(place, member, call)
+            _, blocks = list_of(place, member, call)
             end += blocks
     return Tile(
         batch, head, first_key, first_row, rows, keys, number, first_block, begin, end, whole_begin, whole_end, edge, poison
@@ -404,7 +445,7 @@ def await_turns(mailbox, turns, call, X: gl.constexpr):
             counters = _turn_counters(tile, member, call)
             blocks = tile.end - tile.begin
             if X.masked:
-                list_at, _, blocks = list_of(tile, member, call)
+                list_at, blocks = list_of(tile, member, call)
             for i in range(0, blocks):
                 block = block_at(i, tile.begin, tile.end, X)
                 if X.masked:
@@ -433,7 +474,7 @@ def pass_turns(mailbox, added, turns, call, X: gl.constexpr):
             counters = _turn_counters(tile, member, call)
             blocks = tile.end - tile.begin
             if X.masked:
-                list_at, _, blocks = list_of(tile, member, call)
+                list_at, blocks = list_of(tile, member, call)
             for i in range(0, blocks):
                 if X.masked:
                     block, rank = block_and_rank(entry_at(list_at, i))

@@ -43,6 +43,7 @@ from headwise.backends.triton.hopper.backward_schedule import (
     constants,
     is_first_at,
     list_of,
+    needs_mask,
     new_tiles,
     next_tile,
     pass_turns,
@@ -134,9 +135,7 @@ def _steps_of(tile, call, X: gl.constexpr):
 
 
 @gluon.jit
-def _weigh_step(
-    products, dv0, dv1, step, block, partly, words, more, buffers, handoff, tile, call, X: gl.constexpr
-):
+def _weigh_step(products, dv0, dv1, step, block, partly, words, more, buffers, handoff, tile, call, X: gl.constexpr):
     """A step of `weigh`. ``partly``: some queries of the block do not see some of the keys; ``words``: of a mask."""
     D1: gl.constexpr = X.dim - _D0
     stage = step % X.stages
@@ -166,19 +165,19 @@ def _weigh_step(
 @gluon.jit
 def _weigh_list(products, dv0, dv1, step, past, member, buffers, handoff, tile, call, X: gl.constexpr):
     """The steps of one query head, with a mask."""
-    list_at, parts, blocks = list_of(tile, member, call)
+    list_at, blocks = list_of(tile, member, call)
     bits = bits_of(call.mask, tile.batch, tile.head * call.group + member)
     low = tile.number * X.keys
-    entry = gl.load(list_at + LIST_HEADER)
+    entry = gl.load(list_at + LIST_HEADER, mask=blocks > 0, other=0)
     after = gl.load(list_at + LIST_HEADER + 1, mask=blocks > 1, other=0)
-    coming = load_words(call.mask, bits, entry & 0xFFFF, low, tile.keys, parts > 0, _SCORES, 64, 64)
+    coming = load_words(call.mask, bits, entry & 0x7FFF, low, tile.keys, needs_mask(entry), _SCORES, 64, 64)
     for i in range(0, blocks):
-        block, words = entry & 0xFFFF, coming
+        block, partly, words = entry & 0x7FFF, needs_mask(entry), coming
         entry = after
         after = gl.load(list_at + LIST_HEADER + i + 2, mask=i + 2 < blocks, other=0)
-        coming = load_words(call.mask, bits, entry & 0xFFFF, low, tile.keys, i + 1 < parts, _SCORES, 64, 64)
+        coming = load_words(call.mask, bits, entry & 0x7FFF, low, tile.keys, needs_mask(entry), _SCORES, 64, 64)
         products, dv0, dv1 = _weigh_step(
-            products, dv0, dv1, step, block, i < parts, words, step + 1 < past, buffers, handoff, tile, call, X
+            products, dv0, dv1, step, block, partly, words, step + 1 < past, buffers, handoff, tile, call, X
         )
         step += 1
     return products, dv0, dv1, step
@@ -279,7 +278,7 @@ def _spread(buffers, handoff, mailbox, may_add, call, X: gl.constexpr):
             head_sums = call.sums + (q_head * call.all_blocks + tile.first_block) * (64 * X.dim)
             blocks = tile.end - tile.begin
             if X.masked:
-                list_at, _, blocks = list_of(tile, member, call)
+                list_at, blocks = list_of(tile, member, call)
             for i in range(0, blocks):
                 if X.masked:
                     block, rank = block_and_rank(entry_at(list_at, i))
@@ -311,17 +310,18 @@ def _spread(buffers, handoff, mailbox, may_add, call, X: gl.constexpr):
         "group", "bits_batch", "bits_head", "bits_block", "bits_row", "lists_batch", "lists_head", "lists_tile", "seen_at",
         "bias_batch", "bias_head", "bias_row", "bias_key",
     ],
-    do_not_specialize_on_alignment=["ticket", "bits", "lists"],
+    do_not_specialize_on_alignment=["ticket", "bits", "lists", "blind", "stats"],
 )  # fmt: skip
 def wide_backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, sums, turns, ticket, records, bits, lists, tiles,
-    batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group, scale, score_scale,
-    softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, sums, turns, ticket, records, bits, lists,
+    blind, stats, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group,
+    scale, score_scale, softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
     bias_batch, bias_head, bias_row, bias_key, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """A persistent program. The parameters are those of `Inputs` and `Call`, the gradients, and a `Variant`."""
     X: gl.constexpr = constants(VARIANT)
     gl.static_assert(X.kv_stages == 1)
+    gl.static_assert(X.bias_rows == 0)  # there is no room for a bias
     inputs = Inputs(q_desc, k_desc, v_desc, do_desc, stats_desc, None)
     mask = None
     if X.masked:
@@ -330,7 +330,7 @@ def wide_backward_kernel(
         )
     call = Call(
         sums, turns, ticket, records, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right,
-        key_heads, group, scale, score_scale, softcap, mask, None,
+        key_heads, group, scale, score_scale, softcap, mask, None, blind, stats,
     )  # fmt: skip
     tiles_s = new_tiles(inputs, X)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [X.stages, X.keys, X.rows], gl.NVMMASharedLayout(128, 16, 2))
@@ -340,7 +340,7 @@ def wide_backward_kernel(
     q_full, q_empty = new_barriers(X.stages, 1), new_barriers(X.stages, 1)  # `weigh` is done with q before `derive` is
     do_full, do_empty = new_barriers(X.stages, 1), new_barriers(X.stages, 2)
     cut = None
-    if X.masked:
+    if X.masked or X.bias_rows > 0:
         cut = new_barriers(1, 1)
     buffers = Buffers(*tiles_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, cut, None)  # type: ignore[call-arg]
     handoff = Handoff(

@@ -5,7 +5,7 @@ Nothing heavy is imported here: `headwise explain` asks the same questions witho
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ FEW, MANY = 4, 16
 LEAST_TILES = 128
 LEAST_QUERIES = 128
 WIDEST_BIASED = 128
-LONGEST_MASK = 2**21 - 64  # blocks of 64, whose numbers have 15 bits: backward
+LONGEST_MASK = 2**21 - 64  # blocks of 64, whose numbers have 15 bits in the backward
 
 # A head dim works in the first row that holds it: elements past it are read as zeros and not written. 96 and 192 are two
 # pieces (64 + 32, 128 + 64): a quarter less arithmetic than padding to 128 and 256. Measured on an H200 with 16384 tokens
@@ -110,7 +110,7 @@ def _bias_not_covered(args: Attention) -> str | None:
     """Why a bias is not read; None if it is, or if there is none."""
     if args.bias is None:
         return None
-    bias = layout.four_dims(args.bias)
+    bias = unexpanded(args.bias)
     if args.q.shape[-1] > WIDEST_BIASED:
         return f"it reads a bias beside head dims up to {WIDEST_BIASED}"
     if args.kv_lengths is not None:
@@ -183,6 +183,8 @@ def covers_forward(args: Attention) -> str | None:
         return reason
     if args.mask is not None and args.kv_lengths is not None:
         return "it reads no mask beside kv_lengths"
+    if args.mask is not None and max(queries, keys) > LONGEST_MASK:
+        return f"it reads masks of up to {LONGEST_MASK} tokens"
     if not packed and args.mask is None and args.bias is None and right >= 0 and queries > keys + right:
         return "there are rows that see nothing, and its tiles multiply by values that they do not see"
     if (queries if args.packing is None else min(args.packing.max_q, queries)) < LEAST_QUERIES:
@@ -239,6 +241,14 @@ def _not_covered(args: Attention, widest: int) -> str | None:
         if not strides_fit(x):
             return f"the strides of {name} are not multiples of 16 bytes: {x.stride()} elements"
     return None
+
+
+def unexpanded(x: Tensor | None) -> Any:
+    """A mask or a bias in four dims, those that only repeat it (steps of 0) of size 1."""
+    if x is None:
+        return None
+    x = layout.four_dims(x)
+    return x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.stride())]
 
 
 def strides_fit(x: Tensor) -> bool:

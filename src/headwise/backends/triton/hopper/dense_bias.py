@@ -85,8 +85,9 @@ def _dense_bias_gradient(
             dweights = product(do_tile, tl.trans(v_tile), None, PRECISION)
             delta = tl.load(at_row + 1, mask=there, other=0.0)
             weights = tl.exp2(products * (scale * LOG2E) + (added - lse[:, None]))
-            # Rows that see nothing may hold anything.
-            total += tl.where((lse != float("inf"))[:, None], weights * (dweights - delta[:, None]), 0.0)
+            # Rows that see nothing, and keys that nobody sees, may hold anything.
+            seen = (lse != float("inf"))[:, None] & (added != -float("inf"))
+            total += tl.where(seen, weights * (dweights - delta[:, None]), 0.0)
     out = dbias + (owner.to(tl.int64) * rows + q_first) * keys + k_first
     tl.store(out + tl.arange(0, QUERIES)[:, None] * keys + tl.arange(0, KEYS)[None, :], total, mask=inside)
 

@@ -26,6 +26,16 @@ from headwise.backends.triton.hopper.forward_schedule import (
     from_first_lane,
     read_tile,
 )
+from headwise.backends.triton.hopper.forward_scores import (
+    LOG2E,
+    biased,
+    capped,
+    first_words,
+    logit_scale_of,
+    only_in_band,
+    only_seen,
+    words_at,
+)
 from headwise.backends.triton.hopper.gluon_names import (
     fence_async_shared,
     gl,
@@ -37,11 +47,10 @@ from headwise.backends.triton.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from headwise.backends.triton.hopper.mailbox import new_barriers, new_mailbox, wait_full
-from headwise.backends.triton.hopper.mask_words import LIST_HEADER, Mask, bits_of, lists_of, load_words, only_visible
+from headwise.backends.triton.hopper.mask_words import LIST_HEADER, Mask, bits_of, lists_of
 from headwise.backends.triton.hopper.sequence_rows import store_rows
 from headwise.backends.triton.hopper.variants import constants
 
-LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 # Which blocks of a loop over keys are masked.
 NOWHERE, EVERYWHERE, AT_THE_EDGES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -216,76 +225,6 @@ def _issue_output(rows, shared, at, O1: gl.constexpr, X: gl.constexpr):
 
 
 @gluon.jit
-def _capped(s, call, X: gl.constexpr):
-    """tanh of a product: 1 − 2/(1 + e²ˣ), whose error is small against 1, as a logit's has to be."""
-    if X.has_cap:
-        return 1.0 - 2.0 / (1.0 + gl.exp2(s * call.cap_scale))
-    else:
-        return s
-
-
-@gluon.jit
-def _biased(s, shared, blocks, call, C: gl.constexpr, S: gl.constexpr, X: gl.constexpr):
-    """With a bias, logits in base 2 of what `_capped` gave; else the same."""
-    if X.bias_rows > 0:
-        at = blocks % X.b_stages
-        wait_full(shared.bias.full, blocks, X.b_stages)
-        tile = shared.bias.x0.index(at).reshape([X.bias_rows, X.keys])
-        if X.bias_rows > 1:
-            tile = tile.slice(C * ROWS, ROWS, dim=0)
-        bias = tile.load(S).to(gl.float32)
-        mbarrier.arrive(shared.bias.empty.index(at))
-        return s * call.logit_scale + bias * LOG2E
-    else:
-        return s
-
-
-@gluon.jit
-def _logit_scale(call, X: gl.constexpr):
-    """Times what `_biased` gives is a logit in base 2."""
-    if X.bias_rows > 0:
-        return 1.0
-    else:
-        return call.logit_scale
-
-
-@gluon.jit
-def _hidden(s, block, span, call, S: gl.constexpr, X: gl.constexpr):
-    """−∞ where a query does not see a key."""
-    key = block * X.keys + gl.arange(0, X.keys, gl.SliceLayout(0, S))[None, :]
-    position = span.row + span.offset + gl.arange(0, ROWS, gl.SliceLayout(1, S))[:, None]
-    if X.has_right:
-        seen = key <= gl.minimum(position + call.right, span.keys - 1)
-    else:
-        seen = key < span.keys
-    if X.has_left:
-        seen = seen & (key >= position - call.left)
-    return gl.where(seen, s, -float("inf"))
-
-
-@gluon.jit
-def _masked(s, words, block, span, call, S: gl.constexpr, X: gl.constexpr):
-    """−∞ where a query does not see a key, by the words of a mask and the band."""
-    s = only_visible(s, words, -float("inf"))
-    if X.has_left or X.has_right or X.mask_is_endless:
-        s = _hidden(s, block, span, call, S, X)
-    return s
-
-
-@gluon.jit
-def _first_words(tile, call, C: gl.constexpr, S: gl.constexpr, X: gl.constexpr):
-    """The words of the first block of a tile, if there is one."""
-    bits = bits_of(call.mask, tile.batch_head // call.heads, tile.batch_head % call.heads)
-    row = tile.row + C * ROWS
-    return load_words(call.mask, bits, tile.entry >> 1, row, tile.rows, tile.row >= 0, S, ROWS, X.keys)
-
-
-@gluon.jit
-def _words_at(entry, there, span, call, S: gl.constexpr, X: gl.constexpr):
-    return load_words(call.mask, span.bits, entry >> 1, span.row, span.rows, there, S, ROWS, X.keys)
-
-
-@gluon.jit
 def _lane_sums(p, KEYS: gl.constexpr):
     """Sums over what a lane holds of a row; the four lanes of a row meet once, at the end."""
     return gl.sum(gl.sum(p.reshape([ROWS, KEYS // 8, 4, 2]), 3), 1)
@@ -297,15 +236,15 @@ def _first_block(
     X: gl.constexpr,
 ):  # fmt: skip
     """The `Rows` after their first block, whose products are ``s``; ``words``: of a mask."""
-    s = _biased(_capped(s, call, X), shared, blocks, call, C, S, X)
-    scale = _logit_scale(call, X)
+    s = biased(capped(s, call, X), shared, blocks, call, C, S, X)
+    scale = logit_scale_of(call, X)
     if X.masked:
-        s = _masked(s, words, block, span, call, S, X)
+        s = only_seen(s, words, block, span, call, S, X)
     elif X.has_left or X.has_right or X.cut:
-        s = _hidden(s, block, span, call, S, X)
+        s = only_in_band(s, block, span, call, S, X)
     else:
         if span.past * X.keys > span.keys:
-            s = _hidden(s, block, span, call, S, X)
+            s = only_in_band(s, block, span, call, S, X)
     highest = gl.max(s, 1)
     reference = highest * scale
     if X.has_left or X.has_right or X.cut or X.masked or X.bias_rows > 0:
@@ -335,13 +274,13 @@ def _visit(
     if LISTED:  # the words of a block, and the entry of the one after it, are loaded a block ahead
         first = span.past - block
         entry = gl.load(span.list_at + LIST_HEADER + first, mask=count > 0, other=0)
-        coming_words = _words_at(entry, count > 0, span, call, S, X)
+        coming_words = words_at(entry, count > 0, span, call, S, X)
         coming_entry = gl.load(span.list_at + LIST_HEADER + first + 1, mask=count > 1, other=0)
     for i in range(count):
         if LISTED:
             words, listed = coming_words, entry >> 1
             entry = coming_entry
-            coming_words = _words_at(entry, i + 1 < count, span, call, S, X)
+            coming_words = words_at(entry, i + 1 < count, span, call, S, X)
             coming_entry = gl.load(span.list_at + LIST_HEADER + first + i + 2, mask=i + 2 < count, other=0)
         v_at = blocks % X.v_stages
         v_phase = (blocks // X.v_stages) & 1
@@ -359,17 +298,17 @@ def _visit(
         else:
             s = warpgroup_mma_wait(1, [s_coming])
         mbarrier.arrive(shared.k.empty.index(blocks % X.k_stages))
-        s = _biased(_capped(s, call, X), shared, blocks, call, C, S, X)
-        scale = _logit_scale(call, X)
+        s = biased(capped(s, call, X), shared, blocks, call, C, S, X)
+        scale = logit_scale_of(call, X)
         here = block - 1 - i
         if LISTED:
-            s = _masked(s, words, listed, span, call, S, X)
+            s = only_seen(s, words, listed, span, call, S, X)
         elif MASK == EVERYWHERE:
-            s = _hidden(s, here, span, call, S, X)
+            s = only_in_band(s, here, span, call, S, X)
         elif MASK == AT_THE_EDGES:
             edge = (here >= span.whole_past) | (here < span.whole)
             if edge:
-                s = _hidden(s, here, span, call, S, X)
+                s = only_in_band(s, here, span, call, S, X)
         higher = gl.maximum(highest, gl.max(s, 1))
         reference = higher * scale
         if MASK != NOWHERE or X.bias_rows > 0:  # a row may have seen nothing so far
@@ -424,7 +363,7 @@ def _store_statistics(rows, tile, span, call, S: gl.constexpr, X: gl.constexpr):
     A row that sees nothing has an output of zeros, and the sink for its lse: that is its denominator.
     """
     sums = gl.convert_layout(gl.sum(rows.total, 1), gl.SliceLayout(1, S))
-    top = rows.highest * _logit_scale(call, X)  # of the logits, in base 2
+    top = rows.highest * logit_scale_of(call, X)  # of the logits, in base 2
     empty = sums == 0.0
     factor = 1.0 / gl.where(empty, 1.0, sums)
     empty_lse = -float("inf")
@@ -501,7 +440,7 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
         _pass_turn(C, X)  # the first goes first
     tile = read_tile(shared.mailbox, 0, call, X)
     if X.masked:
-        words = _first_words(tile, call, C, S, X)
+        words = first_words(tile, call, C, S, X)
     if BANDED:
         blocks = _skip_to_own(blocks, tile, call, shared, C, X)
     s = warpgroup_mma_wait(0, [_issue_first_scores(0, blocks, tile.row >= 0, zeros, shared, C, X)])
@@ -527,7 +466,7 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
         done += 1
         coming = read_tile(shared.mailbox, done, call, X)
         if X.masked:
-            words = _first_words(coming, call, C, S, X)
+            words = first_words(coming, call, C, S, X)
         more = coming.row >= 0
         if PV_FIRST:
             if X.d1 > 0:
@@ -591,6 +530,7 @@ def forward_kernel(
 ):  # fmt: skip
     """A persistent program. The parameters are those of `Inputs` and `Call`, the output, and a `Variant`."""
     X: gl.constexpr = constants(VARIANT)
+    gl.static_assert(not (X.masked and X.keys_first))  # values of the block above are found by counting
     inputs = Inputs(q0, q1, k0, k1, v0, v1, bias)
     mask = None
     if X.masked:

@@ -147,13 +147,11 @@ def _load_bias(bias, ring, count, source, call, block, X: gl.constexpr):
     wait_empty(ring.empty, count, X.b_stages)
     at = count % X.b_stages
     arrived = ring.full.index(at)
-    row = source.row
+    entry, head, row = source.batch * call.bias_batch, source.head * call.bias_head, source.row
     if X.bias_rows == 1:
         row = 0
     mbarrier.expect(arrived, X.bias_rows * X.keys * (bias.dtype.primitive_bitwidth // 8))
-    load_tile(
-        bias, [source.batch * call.bias_batch, source.head * call.bias_head, row, block * X.keys], arrived, ring.x0.index(at)
-    )
+    load_tile(bias, [entry, head, row, block * X.keys], arrived, ring.x0.index(at))
 
 
 @gluon.jit

@@ -33,7 +33,7 @@ class Variant(NamedTuple):
     tile: ForwardTile
     masked: bool = False  # a packed mask, with lists of the blocks that tiles visit
     mask_is_endless: bool = False  # its bits know no end of the keys, because it is broadcast over them
-    bias_rows: int = 0  # of a block of the bias: as many as a tile has queries, one if it is broadcast over them, or none
+    bias_rows: int = 0  # of a block of the bias: those of a tile, one if it is broadcast over the queries, or none
 
 
 class Call(NamedTuple):
@@ -158,9 +158,8 @@ def find_tile(ticket, works, wrong, call, X: gl.constexpr):
         number = gl.maximum(row, 0) // (ROWS * X.consumers)
         list_at = lists_of(call.mask, gl.to_tensor(batch), gl.to_tensor(head)) + number * call.mask.lists_tile
         parts = gl.load(list_at)
-        return Source(
-            row, batch, head, start, rows, k_start, keys, list_at, parts, parts + gl.load(list_at + 1), entry_at(list_at, 0)
-        )
+        visited, entry = parts + gl.load(list_at + 1), entry_at(list_at, 0)
+        return Source(row, batch, head, start, rows, k_start, keys, list_at, parts, visited, entry)
     else:
         return Source(row, batch, head, start, rows, k_start, keys, 0, 0, 0, 0)
 

@@ -7,10 +7,13 @@ Three things are made of a mask, none of them for more heads or batch entries th
              t being its number in a group of four lanes: they are bits 2j and 2j + 1 of word t. So every lane loads what
              it needs, and nothing else. Laid out by blocks of 128 columns, then rows: a warp reads 128 bytes in a row.
     states:  of every 64 × 64 scores: is some of them seen, are all?
-    lists:   of every tile: how many blocks need the mask, how many are seen whole; then their numbers, the former first.
-             Blocks of which nothing is seen are not there. Behind the lists of a head: which keys are seen by anybody, as
-             bits in the order of above. The others may hold NaN.
+    lists:   of every tile: the blocks that it sees. Those of which nothing is seen are not there. In the forward, how many
+             need the mask, how many are seen whole, and the former first. In the backward, how many there are; they keep
+             their order, so that tiles that take turns follow each other through the blocks. Behind the lists of a head:
+             which keys are seen by anybody, as bits in the order of above. The others may hold NaN.
 """
+
+# ruff: noqa: SIM102  (constants have an `if` of their own)
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise import layout
 from headwise.backends.triton.blocks import score_strides
+from headwise.backends.triton.hopper.coverage import unexpanded
 
 if TYPE_CHECKING:
     from headwise.backends.triton.gpu import Gpu
@@ -131,7 +134,7 @@ def _seen(
     for i in tl.static_range(DOWN // 64):
         for j in tl.static_range(ACROSS // 64):
             d, a = tile * (DOWN // 64) + i, block * (ACROSS // 64) + j
-            there = (d * 64 < down) & (a * 64 < across)
+            there = (d * 64 < down) & (a * 64 < across) & (block >= 0)
             at_d, at_a = (0 if ONE_DOWN else d), (block * 0 if ONE_ACROSS else a)
             state = tl.load(states + at_d * states_down + at_a, mask=there, other=2)
             some |= (state & 1) != 0
@@ -170,8 +173,9 @@ def list_blocks(
     """The list of a tile (DOWN) of a head of the mask: the blocks (ACROSS) that it sees some of.
 
     An entry of the forward (keys across) is a block times two, plus one if nobody sees some of its keys; a tile that sees
-    nothing visits the first block. An entry of the backward is a block in the low 16 bits, above them how many tiles before
-    this one add to it. UPWARDS: the first blocks come first, and the last tiles are before the others.
+    nothing visits the first block. An entry of the backward is a block in the low 15 bits, then whether it needs the mask,
+    then how many tiles before this one add to it. UPWARDS: the first blocks come first, and the last tiles are before the
+    others.
     """
     program = tl.program_id(0)
     tile = program % tiles
@@ -187,7 +191,10 @@ def list_blocks(
             states, tile, block, down, across, offset, left, right, states_down, ONE_DOWN, ONE_ACROSS, KEYS_DOWN, HAS_LEFT,
             HAS_RIGHT, DOWN, ACROSS,
         )  # fmt: skip
-        in_part += tl.where(whole, 0, some.to(tl.int32))
+        if KEYS_DOWN:
+            in_part += some.to(tl.int32)
+        else:
+            in_part += tl.where(whole, 0, some.to(tl.int32))
     part_at, whole_at = tl.full((), 0, tl.int32), tl.sum(in_part, 0)
     parts = whole_at
     for first in range(0, blocks, CHUNK):
@@ -200,7 +207,10 @@ def list_blocks(
         )  # fmt: skip
         some &= block >= 0
         whole &= block >= 0
-        is_part, is_whole = tl.where(whole, 0, some.to(tl.int32)), whole.to(tl.int32)
+        needs_mask = tl.where(whole, 0, some.to(tl.int32))
+        if KEYS_DOWN:
+            whole = block < 0
+        is_part, is_whole = tl.where(whole, 0, some.to(tl.int32)), (whole & some).to(tl.int32)
         number = tl.where(whole, whole_at + tl.cumsum(is_whole, 0), part_at + tl.cumsum(is_part, 0)) - 1
         if KEYS_DOWN:
             rank = tl.zeros([CHUNK], tl.int32)
@@ -213,7 +223,7 @@ def list_blocks(
                     HAS_LEFT, HAS_RIGHT, DOWN, ACROSS,
                 )  # fmt: skip
                 rank += visits.to(tl.int32)
-            value = block | (rank << 16)
+            value = block | (needs_mask << 15) | (rank << 16)
         else:
             block_words = seen_words + (block * ACROSS // 128)[:, None] * 4 + tl.arange(0, 4)[None, :]
             words = tl.load(block_words, mask=some[:, None], other=-1)
@@ -246,7 +256,7 @@ def packed_mask(
     keys_down: bool = False, upwards: bool = False,
 ) -> PackedMask:  # fmt: skip
     """Pack a mask that broadcasts to ``(B, H, queries, keys)``; ``tile``: down and across."""
-    mask = layout.four_dims(mask).view(torch.uint8)
+    mask = unexpanded(mask).view(torch.uint8)
     if keys_down:
         mask = mask.transpose(2, 3)
     m_b, m_h, m_d, m_a = score_strides(mask)
@@ -254,6 +264,9 @@ def packed_mask(
     (down, across), (left, right) = ((keys, queries) if keys_down else (queries, keys)), band
     one_down, one_across = own_down == 1, own_across == 1
     tiles, blocks = -(-down // tile[0]), -(-across // tile[1])
+    one_list = one_down and not keys_down and left < 0 and right < 0  # all tiles see the same
+    if one_list:
+        tiles = 1
     bits_block = own_down * 4
     bits_head = -(-own_across // 128) * bits_block
     states_down = -(-own_across // 64)
@@ -293,7 +306,7 @@ def packed_mask(
         return (step * heads if batch > 1 else 0), (step if heads > 1 else 0)
 
     steps_of_kernel = (
-        *per_head(bits_head), 0 if one_across else bits_block, 0 if one_down else 4, *per_head(lists_head), lists_tile,
-        seen_at,
+        *per_head(bits_head), 0 if one_across else bits_block, 0 if one_down else 4, *per_head(lists_head),
+        0 if one_list else lists_tile, seen_at,
     )  # fmt: skip
     return PackedMask(bits, lists, steps_of_kernel, one_across)

@@ -102,6 +102,23 @@ def blank_unseen(values, at, seen, half, members, step, KEYS: gl.constexpr, D: g
 
 
 @gluon.jit
+def blank_blind(values, at, lse, ROWS: gl.constexpr, D: gl.constexpr):
+    """Zero the queries of a block in shared memory, or their gradients, that see nothing: their ``lse`` is +inf."""
+    WIDTH: gl.constexpr = D if D < 64 else 64
+    GROUPS: gl.constexpr = ROWS // 8
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * WIDTH, 16, 2)
+    groups = reinterpret(values, [values.shape[0] * D // WIDTH * GROUPS, 8, WIDTH], SHARED)
+    row = gl.arange(0, 8, gl.SliceLayout(1, TILE))
+    for group in range(0, GROUPS):
+        here = (gl.load(lse + group * 8 + row) != float("inf"))[:, None]
+        for column in gl.static_range(D // WIDTH):
+            piece = groups.index((at * (D // WIDTH) + column) * GROUPS + group)
+            x = piece.load(TILE)
+            piece.store(gl.where(here, x, 0.0).to(x.dtype))
+
+
+@gluon.jit
 def some_unseen(seen, half, members, step, KEYS: gl.constexpr):
     """bool: are there keys in a block that no head sees?
 

@@ -1,0 +1,84 @@
+"""The scores of the Hopper forward: soft cap, bias, and who sees whom.
+
+In the signatures, C is the number of a consumer, X are the constants of a `Variant`, S is the register layout of scores.
+"""
+
+from __future__ import annotations
+
+from headwise.backends.triton.hopper.forward_schedule import ROWS
+from headwise.backends.triton.hopper.gluon_names import gl, gluon, mbarrier
+from headwise.backends.triton.hopper.mailbox import wait_full
+from headwise.backends.triton.hopper.mask_words import bits_of, load_words, only_visible
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def capped(s, call, X: gl.constexpr):
+    """tanh of a product: 1 − 2/(1 + e²ˣ), whose error is small against 1, as a logit's has to be."""
+    if X.has_cap:
+        return 1.0 - 2.0 / (1.0 + gl.exp2(s * call.cap_scale))
+    else:
+        return s
+
+
+@gluon.jit
+def biased(s, shared, blocks, call, C: gl.constexpr, S: gl.constexpr, X: gl.constexpr):
+    """With a bias, logits in base 2 of what `capped` gave; else the same."""
+    if X.bias_rows > 0:
+        at = blocks % X.b_stages
+        wait_full(shared.bias.full, blocks, X.b_stages)
+        tile = shared.bias.x0.index(at).reshape([X.bias_rows, X.keys])
+        if X.bias_rows > 1:
+            tile = tile.slice(C * ROWS, ROWS, dim=0)
+        bias = tile.load(S).to(gl.float32)
+        mbarrier.arrive(shared.bias.empty.index(at))
+        # A bias of -inf hides a NaN, as a mask does.
+        return gl.where(bias == -float("inf"), bias, s * call.logit_scale + bias * LOG2E)
+    else:
+        return s
+
+
+@gluon.jit
+def logit_scale_of(call, X: gl.constexpr):
+    """Times what `biased` gives is a logit in base 2."""
+    if X.bias_rows > 0:
+        return 1.0
+    else:
+        return call.logit_scale
+
+
+@gluon.jit
+def only_in_band(s, block, span, call, S: gl.constexpr, X: gl.constexpr):
+    """−∞ where a query does not see a key."""
+    key = block * X.keys + gl.arange(0, X.keys, gl.SliceLayout(0, S))[None, :]
+    position = span.row + span.offset + gl.arange(0, ROWS, gl.SliceLayout(1, S))[:, None]
+    if X.has_right:
+        seen = key <= gl.minimum(position + call.right, span.keys - 1)
+    else:
+        seen = key < span.keys
+    if X.has_left:
+        seen = seen & (key >= position - call.left)
+    return gl.where(seen, s, -float("inf"))
+
+
+@gluon.jit
+def only_seen(s, words, block, span, call, S: gl.constexpr, X: gl.constexpr):
+    """−∞ where a query does not see a key, by the words of a mask and the band."""
+    s = only_visible(s, words, -float("inf"))
+    if X.has_left or X.has_right or X.mask_is_endless:
+        s = only_in_band(s, block, span, call, S, X)
+    return s
+
+
+@gluon.jit
+def first_words(tile, call, C: gl.constexpr, S: gl.constexpr, X: gl.constexpr):
+    """The words of the first block of a tile, if there is one."""
+    bits = bits_of(call.mask, tile.batch_head // call.heads, tile.batch_head % call.heads)
+    row = tile.row + C * ROWS
+    return load_words(call.mask, bits, tile.entry >> 1, row, tile.rows, tile.row >= 0, S, ROWS, X.keys)
+
+
+@gluon.jit
+def words_at(entry, there, span, call, S: gl.constexpr, X: gl.constexpr):
+    return load_words(call.mask, span.bits, entry >> 1, span.row, span.rows, there, S, ROWS, X.keys)
