@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import wgpu
 
-from headwise.backends.webgpu.torch_device import DEVICE
-
 USAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
 
 _SMALLEST = 256
@@ -237,6 +235,9 @@ class Layout:
     ) -> None:
         self.dtype, self.shape, self.strides, self.offset = dtype, shape, strides, offset
         self.size = size  # bytes of the storage: it decides how kernels bind it
+        # Only here, where an array is about to be made: the import registers the device with PyTorch.
+        from headwise.backends.webgpu.torch_device import DEVICE
+
         # Arguments of PyTorch's `_make_wrapper_subclass`: twice as fast without strides, and faster without keywords.
         layout = (None, None) if offset == 0 and strides == contiguous_strides(shape) else (strides, offset)
         self.wrapper = (shape, *layout, None, dtype, torch.strided, DEVICE)

@@ -29,6 +29,8 @@ _FLOAT32 = (
 class _Module:
     """``torch.webgpu``: what PyTorch asks of a device's module."""
 
+    __name__ = f"torch.{NAME}"  # of a module, which Transformers asks for
+
     def is_initialized(self) -> bool:
         return True
 
