@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 def _operators(a: Tensor, b: Tensor) -> Outputs:
     """PyTorch's own operators."""
-    ordered, places = a.sort(-1)
+    ordered, places = torch.sort(a, dim=-1, stable=True)  # 16-bit numbers tie
     return {
         "plus": a + b,
         "joined": torch.cat([a, b], -1),
