@@ -211,7 +211,7 @@ def test_an_operator_that_arrays_do_not_know_says_so():
     x = array(torch.ones(3, 3))
     with pytest.raises(NotImplementedError, match=r"aten.linalg_qr.*is not there on WebGPU.*x\.cpu\(\)"):
         torch.linalg.qr(x)
-    with pytest.raises(RuntimeError, match="must match the size"):
+    with pytest.raises(RuntimeError, match="broadcast"):
         x + array(torch.ones(2))
     with pytest.raises(RuntimeError, match="beside one on webgpu"):
         x + torch.ones(3)
