@@ -14,7 +14,7 @@ import headwise.webgpu  # noqa: F401  registers the device
 from headwise import testing
 
 DEVICE = "webgpu"
-_SAMPLES = 12
+_SAMPLES, _GRADIENT_SAMPLES = 12, 3  # of each operator: software computes them
 _MORE = 1 << 12  # elements of the largest tensor of a sample: software computes it
 
 # Random numbers differ from the CPU's by right, and uninitialised memory has no value.
@@ -99,7 +99,7 @@ def row(op: Any, gradients: bool = False) -> Row:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         for i, sample in enumerate(op.sample_inputs("cpu", torch.float32, requires_grad=False)):
-            if i == _SAMPLES:
+            if i == (_GRADIENT_SAMPLES if gradients else _SAMPLES):
                 break
             call = (sample.input, sample.args, sample.kwargs)
             if not sample.kwargs.get("dropout_p") and _size(call) <= _MORE:
