@@ -204,6 +204,17 @@ def test_explain_a_gpu_that_is_not_here(capsys):
     assert "the plain kernel (it reads no q_lengths yet)" in json.loads(out)["note"]
 
 
+@pytest.mark.parametrize(
+    ("arch", "dtype", "runs"), [("sm_86", "f32", False), ("sm_86", "bf16", True), ("sm_80", "f32", True)]
+)
+def test_explain_refuses_what_does_not_fit_the_shared_memory(capsys, arch, dtype, runs):
+    sizes = ("--d", "576", "--dv", "512", "--hk", "1", "--dtype", dtype, "--arch", arch)
+    out = headwise(capsys, "explain", "attention_decode", *sizes, "--json")[1]
+    told = next(verdict for verdict in json.loads(out)["verdicts"] if verdict["backend"] == "triton")
+    assert (told["reason"] is None) == runs, told
+    assert runs or "shared memory" in told["reason"]
+
+
 def test_explain_decoding_from_a_later_start(capsys):
     told = json.loads(headwise(capsys, "explain", "attention_decode", "--kv-starts", "--arch", "sm_80", "--json")[1])
     assert "kv_starts" in told["features"]

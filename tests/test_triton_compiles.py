@@ -231,6 +231,7 @@ QUICK = ("decode, 128", "latent, 16 heads", "decode, pages of 16, all flags", "p
         for name in CALLS
         for dtype in DTYPES
         for arch in TARGETS
+        if (name.startswith("latent"), dtype, arch) != (True, "float32", "sm_86")  # refused: test_cli.py
     ],
 )
 def test_decoding_and_probs_compile_and_fit(name, dtype, arch, tmp_path):

@@ -21,6 +21,7 @@ ARCHITECTURES = tuple(KNOWN)  # that `explain` answers for without such a GPU
 
 _WIDEST_HEAD = 512
 _WIDEST_KEY = 576  # in decoding: of absorbed latent attention
+_FLOAT32_KEYS = 106496  # bytes of shared memory that 16 such keys and their values take in float32 on an NVIDIA GPU
 _HOPPER = {"attention_forward": hopper.covers_forward, "attention_backward": hopper.covers_backward}
 
 
@@ -43,6 +44,10 @@ def supports(call: Call) -> str | None:
     if widest > (_WIDEST_KEY if latent else _WIDEST_HEAD):
         what = "gradients of heads" if backward else "heads"
         return f"its kernels hold {what} of at most {_WIDEST_HEAD}, and this head dim is {widest}"
+    if widest > _WIDEST_HEAD and call.dtype == torch.float32 and call.device == "cuda":
+        gpu = _gpu(call)
+        if not gpu.hip and gpu.shared_memory < _FLOAT32_KEYS:
+            return f"keys of a head dim of {widest} in float32 do not fit the shared memory of this GPU ({gpu.arch})"
     if backward and not call.op.startswith("attention_probs") and call.device == "cuda":
         arch = _gpu(call).arch
         if not tile_sizes.covers("attention_backward_keys", 8 * call.dtype.itemsize, widest, arch):
