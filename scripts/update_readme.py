@@ -81,7 +81,7 @@ def speed_tables() -> str:
     parts = []
     for path in sorted(RESULTS.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
-            every_row = [row for row in csv.DictReader(file) if "role" in row]  # the distributed suite has a table of its own
+            every_row = [row for row in csv.DictReader(file) if "role" in row]  # not those of ranks
         rows = [row for row in every_row if row["role"] in ("peer", "yardstick") and row["ratio"]]
         if rows:
             parts.append(_speed_table(path, rows))
