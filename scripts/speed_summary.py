@@ -38,7 +38,7 @@ LINES = (
     Line("bool mask or bias, bf16", ("hopper", "cuda"), "H200", "", _MASKED, FASTEST),
     Line("attention float32", ("cuda",), "H200", r"^attention float32", "", "SDPA efficient"),
     Line("decoding, CUDA graphs", ("cuda",), "H200", r"^decode as CUDA graphs", "", "cuDNN"),
-    Line("norms, softmax, loss", ("cuda",), "H200", r"^(rms_norm|softmax|training ops)$", "", "PyTorch"),
+    Line("norms, softmax, loss, rope, glu", ("cuda",), "H200", r"^(rms_norm|softmax|training ops)$", "", "PyTorch"),
     Line("attention, WebGPU", ("webgpu",), "H200", r"^attention (float32|float16)$", "", "ONNX Runtime"),
     Line("attention float32", ("cpu",), "", r"^(attention|grouped|mask|bias)", "", "SDPA"),
 )
