@@ -11,6 +11,7 @@ from ahead_of_time import TUNED, Recorded
 from hopper_variants import CAUSAL, FULL, WINDOW, attention, gradients_of, meta, noted, recorded
 
 from headwise.backends.triton.gpu import KNOWN
+from headwise.backends.triton.hopper import padded
 from headwise.backends.triton.hopper.attention_backward import _heads_together, backward
 from headwise.backends.triton.hopper.coverage import BACKWARD, backward_tile, covers_backward
 
@@ -52,6 +53,33 @@ def test_kernels_around_it_compile(packed, deterministic):
     assert len(around) == 3 + (packed is not None)
     for launch in around:
         made.compiled(launch)
+
+
+def padded_call(**lengths):
+    """Dense, heads inside, with lengths."""
+    q, k, v = (meta(2, 4096, heads, 128).transpose(1, 2) for heads in (16, 4, 4))
+    return attention(128, CAUSAL, group=4)._replace(q=q, k=k, v=v, **lengths)
+
+
+@pytest.mark.parametrize("names", [("q_lengths", "kv_lengths"), ("kv_starts",)], ids="-".join)
+def test_a_padded_batch_is_run_as_a_packed_one(names):
+    call = padded_call(**{name: meta(2, dtype=torch.int64) for name in names})
+    args = gradients_of(call, grad_lse=True)
+    made, of_forward = Recorded(padded.backward, args), Recorded(padded.forward, call)
+    for one, launches in ((made, 10), (of_forward, 4)):
+        assert len(one.launches) == launches
+        for launch in one.launches:
+            if not launch.described:
+                one.compiled(launch)
+        (described,) = (launch for launch in one.launches if launch.described)
+        assert described.tail[-1].packed
+    (out, lse), _, _ = recorded(padded.forward, call)
+    assert (out.shape, out.stride()) == (call.q.shape, call.q.stride())
+    assert lse.is_contiguous()
+    assert lse.shape == (2, 16, 4096)
+    (dq, dk, dv, _, _), _, _ = recorded(padded.backward, args)
+    for x, grad in ((call.q, dq), (call.k, dk), (call.v, dv)):
+        assert (grad.shape, grad.stride()) == (x.shape, x.stride())
 
 
 def test_what_a_backward_returns():

@@ -44,7 +44,7 @@ _KERNELS = ("attention_backward_queries", "attention_backward_keys")
 
 def attention_backward(gpu: Gpu, args: AttentionBackward) -> Gradients:
     if hopper.missing(gpu) is None and not tile_sizes.is_forced(*_KERNELS):
-        from headwise.backends.triton.hopper import attention_backward as on_hopper  # only where there is such a GPU
+        from headwise.backends.triton.hopper import padded as on_hopper  # only where there is such a GPU
 
         gradients = on_hopper.backward(gpu, args)
         if gradients is not None:

@@ -169,7 +169,7 @@ def _forward(
 
 def attention_forward(gpu: Gpu, args: Attention) -> tuple[Tensor, Tensor | None]:
     if hopper.missing(gpu) is None and not tile_sizes.is_forced("attention_forward"):
-        from headwise.backends.triton.hopper import attention_forward as on_hopper  # only where there is such a GPU
+        from headwise.backends.triton.hopper import padded as on_hopper  # only where there is such a GPU
 
         results = on_hopper.forward(gpu, args)
         if results is not None:

@@ -56,11 +56,11 @@ def batch_extent(lengths, batch, first_row, n):
     q_lengths, kv_lengths, kv_starts = lengths
     rows, keys, first, bad = n.queries, n.keys, tl.full((), 0, tl.int32), tl.full((), 0, tl.int1)
     if q_lengths is not None:
-        rows, bad = _length(q_lengths + batch, n.queries, bad)
+        rows, bad = checked_length(q_lengths + batch, n.queries, bad)
     if kv_lengths is not None:
-        keys, bad = _length(kv_lengths + batch, n.keys, bad)
+        keys, bad = checked_length(kv_lengths + batch, n.keys, bad)
     if kv_starts is not None:
-        first, bad = _length(kv_starts + batch, n.keys, bad)
+        first, bad = checked_length(kv_starts + batch, n.keys, bad)
     rows, keys = tl.where(bad, n.queries, rows), tl.where(bad, 0, keys)
     offset, zero = keys - rows, tl.full((), 0, tl.int64)
     if q_lengths is not None:
@@ -69,7 +69,7 @@ def batch_extent(lengths, batch, first_row, n):
 
 
 @triton.jit
-def _length(at, most, bad):
+def checked_length(at, most, bad):
     """A length, and whether it or one before it is bad: outside 0 … ``most``."""
     length = tl.load(at).to(tl.int64)
     bad |= (length < 0) | (length > most)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from headwise.backends.triton.hopper.coverage import covers_backward, covers_forward
+from headwise.backends.triton.hopper.padding import covers_backward, covers_forward
 
 if TYPE_CHECKING:
     from headwise.backends.triton.gpu import Gpu

@@ -1,0 +1,191 @@
+"""Attention with ``q_lengths``, ``kv_lengths`` or ``kv_starts`` on Hopper: a padded batch is run as a packed one.
+
+Offsets are written on the device. Results are those of the packed kernels; around them small kernels move the log-sum-exps
+from ``(B, H, S)`` to ``(H, B · S)`` and back, and make NaN of entries whose lengths make no sense.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwise.backends.triton.hopper import attention_backward, attention_forward
+from headwise.backends.triton.hopper.coverage import (
+    backward_tile,
+    covers_backward,
+    covers_forward,
+    forward_tile,
+    tiles_in_all,
+)
+from headwise.backends.triton.hopper.padding import SEQUENCES, as_packed, end_to_end, packable, tokens
+from headwise.backends.triton.scores import checked_length
+
+if TYPE_CHECKING:
+    from headwise.backends.triton.gpu import Gpu
+    from headwise.ops.attention._arguments import Attention, AttentionBackward
+
+_ROWS = 256  # that a program moves
+_ELEMENTS = 4096  # that it fills at once
+
+
+def forward(gpu: Gpu, args: Attention) -> tuple[Tensor, Tensor | None] | None:
+    """(out, lse), or None if the plain kernel is to do it."""
+    if covers_forward(args) is None or not packable(args):
+        return attention_forward.forward(gpu, args)
+    if covers_forward(as_packed(args)) is not None or not all(map(gpu.aligned, (args.q, args.k, args.v))):
+        return None
+    (batch, heads, queries, _), value_dim = args.q.shape, args.v.shape[3]
+    banded = args.flags.left >= 0 or args.flags.right >= 0
+    tile = forward_tile(
+        args.q.shape[3], queries, True, banded, tiles_in_all(args.q), gpu.multiprocessors
+    )  # fmt: skip
+    results = attention_forward.forward(gpu, as_packed(args, *_offsets(gpu, args)), tile)
+    assert results is not None
+    out, packed_lse = results
+    lse = gpu.empty((batch, heads, queries), torch.float32) if args.with_lse else None
+    if lse is not None:
+        _move_statistics(gpu, args, packed_lse, lse, queries, to_packed=False)
+    _mark_bad(gpu, args, out, queries)
+    return out.view(batch, queries, heads, value_dim).transpose(1, 2), lse
+
+
+def backward(gpu: Gpu, args: AttentionBackward) -> attention_backward.Gradients | None:
+    """None if the plain kernels are to do it."""
+    call = args.forward
+    if covers_backward(call) is None or not packable(call):
+        return attention_backward.backward(gpu, args)
+    if covers_backward(as_packed(call)) is not None or not all(map(gpu.aligned, (call.q, call.k, call.v))):
+        return None
+    (batch, heads, queries, _), (_, key_heads, keys, _) = call.q.shape, call.k.shape
+    moved: list[Tensor | None] = []
+    for x in (args.lse, args.grad_lse):
+        moved.append(None if x is None else gpu.empty((heads, batch * queries), torch.float32))
+        if x is not None:
+            hidden = float("-inf") if x is args.lse else 0.0
+            _move_statistics(gpu, call, gpu.contiguous(x), moved[-1], queries, to_packed=True, hidden=hidden)
+    lse, grad_lse = moved
+    assert lse is not None
+    gradients = attention_backward.backward(
+        gpu,
+        args._replace(
+            grad_out=_tokens_of(gpu, args.grad_out), out=_tokens_of(gpu, args.out), lse=lse, grad_lse=grad_lse,
+            forward=as_packed(call, *_offsets(gpu, call)),
+        ),
+        backward_tile(call.q.shape[3], call.flags.softcap > 0),
+    )  # fmt: skip
+    assert gradients is not None
+    dq, dk, dv, _, dsink = gradients
+    for x, length in ((dq, queries), (dk, keys), (dv, keys)):
+        _mark_bad(gpu, call, x, length)
+    results = (
+        x.view(batch, length, count, x.shape[2]).transpose(1, 2)
+        for x, length, count in ((dq, queries, heads), (dk, keys, key_heads), (dv, keys, key_heads))
+    )
+    return (*results, None, dsink)  # type: ignore[return-value]
+
+
+def _tokens_of(gpu: Gpu, x: Tensor) -> Tensor:
+    return tokens(x if end_to_end(x) and x.stride(3) == 1 else gpu.call(_heads_inside, x).transpose(1, 2))
+
+
+def _heads_inside(x: Tensor) -> Tensor:
+    """``(B, S, H, D)``, contiguous, from ``(B, H, S, D)``."""
+    return x.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+
+
+def _offsets(gpu: Gpu, args: Attention) -> tuple[Tensor, Tensor]:
+    batch, _, queries, _ = args.q.shape
+    cu_q, cu_k = (gpu.empty((SEQUENCES * batch + 1,), torch.int32) for _ in range(2))
+    gpu.launch(_write_offsets, (batch,), (*_lengths(gpu, args), cu_q, cu_k), (queries, args.k.shape[2]), warps=1)
+    return cu_q, cu_k
+
+
+def _lengths(gpu: Gpu, args: Attention) -> tuple[Tensor | None, ...]:
+    given = args.q_lengths, args.kv_lengths, args.kv_starts
+    return tuple(None if x is None else gpu.contiguous(x) for x in given)
+
+
+def _move_statistics(
+    gpu: Gpu, args: Attention, source: Tensor, target: Any, queries: int, *, to_packed: bool, hidden: float = float("-inf")
+) -> None:  # fmt: skip
+    batch, heads, keys = args.q.shape[0], args.q.shape[1], args.k.shape[2]
+    gpu.launch(
+        _move_rows, (triton.cdiv(queries, _ROWS), heads, batch), (*_lengths(gpu, args), source, target),
+        (queries, keys, hidden), (to_packed, _ROWS),
+    )  # fmt: skip
+
+
+def _mark_bad(gpu: Gpu, args: Attention, x: Tensor, length: int) -> None:
+    """x ``(B · length, H, D)``: NaN in entries with a bad length."""
+    gpu.launch(
+        _fill_bad, (args.q.shape[0], 8), (*_lengths(gpu, args), x),
+        (args.q.shape[2], args.k.shape[2], length * x.shape[1] * x.shape[2]), (_ELEMENTS,),
+    )  # fmt: skip
+
+
+@triton.jit
+def _extent(q_lengths, kv_lengths, kv_starts, batch, queries, keys):
+    """(queries, keys, first key) of a batch entry, and whether a length makes no sense; then there is nothing."""
+    rows, past, first, bad = queries, keys, tl.full((), 0, tl.int32), tl.full((), 0, tl.int1)
+    if q_lengths is not None:
+        rows, bad = checked_length(q_lengths + batch, queries, bad)
+    if kv_lengths is not None:
+        past, bad = checked_length(kv_lengths + batch, keys, bad)
+    if kv_starts is not None:
+        first, bad = checked_length(kv_starts + batch, keys, bad)
+    return tl.where(bad, 0, rows), tl.where(bad, 0, past), tl.where(bad, 0, tl.minimum(first, past)), bad
+
+
+@triton.jit(do_not_specialize=["queries", "keys"])
+def _write_offsets(q_lengths, kv_lengths, kv_starts, cu_q, cu_k, queries, keys):
+    """Keys before the first; the entry itself; queries past its end; keys past its end."""
+    batch = tl.program_id(0)
+    rows, past, first, _ = _extent(q_lengths, kv_lengths, kv_starts, batch, queries, keys)
+    q, k = cu_q + batch * 4, cu_k + batch * 4
+    at_q, at_k = batch * queries, batch * keys
+    tl.store(q, at_q)
+    tl.store(k, at_k)
+    tl.store(q + 1, at_q)
+    tl.store(k + 1, at_k + first)
+    tl.store(q + 2, at_q + rows)
+    tl.store(k + 2, at_k + past)
+    tl.store(q + 3, at_q + queries)
+    tl.store(k + 3, at_k + past)
+    if batch == tl.num_programs(0) - 1:
+        tl.store(q + 4, at_q + queries)
+        tl.store(k + 4, at_k + keys)
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "hidden"])
+def _move_rows(
+    q_lengths, kv_lengths, kv_starts, source, target, queries, keys, hidden, TO_PACKED: tl.constexpr, ROWS: tl.constexpr
+):
+    """float32 of every row from ``(B, H, S)`` to ``(H, B · S)``, or back; ``hidden`` for rows that do not exist."""
+    batch, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < queries
+    existing, _, _, bad = _extent(q_lengths, kv_lengths, kv_starts, batch, queries, keys)
+    padded = (batch * tl.num_programs(1) + head) * queries + row
+    packed = (head * tl.num_programs(2) + batch) * queries + row
+    if TO_PACKED:
+        x = tl.load(source + padded, mask=inside & (row < existing), other=hidden)
+    else:
+        x = tl.load(source + packed, mask=inside & (row < existing), other=hidden)
+    x = tl.where(bad, float("nan"), x)
+    tl.store(target + (packed if TO_PACKED else padded), x, mask=inside)
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "size"])
+def _fill_bad(q_lengths, kv_lengths, kv_starts, x, queries, keys, size, ELEMENTS: tl.constexpr):
+    """NaN in the ``size`` elements of a batch entry, if one of its lengths is bad."""
+    batch = tl.program_id(0)
+    _, _, _, bad = _extent(q_lengths, kv_lengths, kv_starts, batch, queries, keys)
+    if bad:
+        base = x + batch.to(tl.int64) * size
+        for first in range(tl.program_id(1) * ELEMENTS, size, tl.num_programs(1) * ELEMENTS):
+            i = first + tl.arange(0, ELEMENTS)
+            tl.store(base + i, tl.full([ELEMENTS], float("nan"), tl.float32).to(x.dtype.element_ty), mask=i < size)
