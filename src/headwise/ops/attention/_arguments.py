@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise import layout
+from headwise.layout import Packing
 from headwise.ops import _checks
 
 UNBOUNDED = -1
@@ -60,15 +61,6 @@ class Flags(NamedTuple):
     def kept_scale(self) -> float:
         """What kept probabilities are multiplied with."""
         return 1.0 / (1.0 - self.dropout)
-
-
-class Packing(NamedTuple):
-    """Where the sequences of a packed batch begin and end."""
-
-    cu_q: Tensor  # (sequences + 1,)
-    cu_k: Tensor
-    max_q: int  # the longest sequence, or more
-    max_k: int
 
 
 class Attention(NamedTuple):
