@@ -88,6 +88,12 @@ class Attention(NamedTuple):
     with_lse: bool = True
     dropout_seed: Tensor | None = None  # one int64, beside q; there if flags.dropout is
 
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, *packing: Any) -> Attention:
+        """The same of a packed batch, given the fields of its `Packing`."""
+        return self._replace(
+            q=q, k=k, v=v, q_lengths=None, kv_lengths=None, kv_starts=None, packing=Packing(*packing)
+        )
+
 
 class AttentionBackward(NamedTuple):
     grad_out: Tensor
