@@ -37,6 +37,8 @@ def _runs(backend, suite, case, dtype, mode):
         return False
     if mode != "eager" and dtype == torch.float16:
         return False  # float16 and bfloat16 differ in kernels, not in how PyTorch sees the op
+    if mode == "compiled" and backend == "cpu" and dtype != torch.float32 and case not in _few(suite):
+        return False  # what compiling may get wrong hardly depends on the dtype
     if backend == "triton" and settings.triton_interpret:
         # A thousand times slower than a GPU: what the kernels compute, no more.
         return quick and mode in ("eager", "explicit") and dtype != torch.float16
@@ -48,19 +50,30 @@ def _runs(backend, suite, case, dtype, mode):
     return True
 
 
-def _is_slow(backend, op, case, dtype, mode):
+def _quick(suite):
+    return [case for case in suite.cases if "quick" in case.tags]
+
+
+def _few(suite):
+    """Three quick cases: the first, the last, and one between."""
+    quick = _quick(suite)
+    return [quick[0], quick[len(quick) // 2], quick[-1]]
+
+
+def _is_slow(backend, suite, case, dtype, mode):
     """What `make test` leaves to `make test-all`: more of what the others find faults with."""
-    quick = "quick" in case.tags
     if backend == "triton":
         # The interpreter needs three times as long for the products of float32.
-        usual = torch.bfloat16 if op.startswith("attention") else torch.float32
+        usual = torch.bfloat16 if suite.op.startswith("attention") else torch.float32
         return mode != "eager" or dtype != usual
+    if case not in _quick(suite):
+        return mode != "eager" or dtype == torch.float16 or (backend == "webgpu" and dtype != torch.float32)
+    turn = _quick(suite).index(case)
     if backend == "webgpu":
-        return mode == "compiled" or (not quick and dtype != torch.float32)
-    # Compiling takes a second; what it may get wrong does not depend on the dtype.
-    return (not quick and (mode != "eager" or dtype == torch.float16)) or (
-        mode == "compiled" and dtype != torch.float32
-    )
+        # A GPU in software compiles for seconds. Every case is there in float32, and in one of the types of 16 bits.
+        return mode == "compiled" or dtype == (torch.bfloat16, torch.float16)[turn % 2]
+    # Compiling takes a second, too: every third case.
+    return mode == "compiled" and (dtype != torch.float32 or turn % 3 != 0)
 
 
 def _parameters():
@@ -73,7 +86,7 @@ def _parameters():
                     if not _runs(backend, suite, case, dtype, mode):
                         continue
                     name = str(dtype).removeprefix("torch.")
-                    marks = pytest.mark.slow if _is_slow(backend, suite.op, case, dtype, mode) and not LIMITED else ()
+                    marks = pytest.mark.slow if _is_slow(backend, suite, case, dtype, mode) and not LIMITED else ()
                     name = f"{backend}-{suite.op}-{case.name}-{name}-{mode}"
                     yield pytest.param(backend, suite, case, dtype, mode, id=name, marks=marks)
 
@@ -131,9 +144,8 @@ def _seeded():
     """
     for backend in RUNNABLE:
         for suite in SUITES.values():
-            quick = [case for case in suite.cases if "quick" in case.tags]
-            few = [quick[0], quick[len(quick) // 2], quick[-1]]
-            for case in few if backend == "triton" and settings.triton_interpret else quick:
+            few = _few(suite)
+            for case in few if backend == "triton" and settings.triton_interpret else _quick(suite):
                 for dtype in (torch.float32, torch.bfloat16) if backend == "cpu" else (torch.float32,):
                     marks = () if backend == "cpu" and case in few else pytest.mark.slow
                     name = f"{backend}-{suite.op}-{case.name}-{str(dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""How tensors lie in memory: the rules that ops, fake kernels and launchers share.
+"""How results lie in memory: the rules that fake kernels and launchers share.
 
 An output has the layout of q: heads inside (a transposed view of ``(B, S, H, D)``, as models that never copy have it) or
 heads outside (plain ``(B, H, S, D)``). So ``out.transpose(1, 2).reshape(B, S, H * D)`` after a model's own
@@ -7,21 +7,12 @@ heads outside (plain ``(B, H, S, D)``). So ``out.transpose(1, 2).reshape(B, S, H
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-
-
-class Packing(NamedTuple):
-    """Where the sequences of a packed batch begin and end."""
-
-    cu_q: Tensor  # (sequences + 1,)
-    cu_k: Tensor
-    max_q: int  # the longest sequence, or more
-    max_k: int
 
 
 def empty_like_heads(x: Tensor, last: int) -> Tensor:

@@ -16,34 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.integrations.flash_attn import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
+from headwise.integrations.flash_attn import flash_attn_interface
+from headwise.integrations.flash_attn.flash_attn_interface import *  # noqa: F403
 from headwise.ops.glu import glu
 from headwise.ops.linear_cross_entropy import linear_cross_entropy
 from headwise.ops.rms_norm import rms_norm
 from headwise.ops.rope import rope
 
-__all__ = [
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-    "glu",
-    "layers",
-    "linear_cross_entropy",
-    "rms_norm",
-    "rope",
-]
+__all__ = ["glu", "layers", "linear_cross_entropy", "rms_norm", "rope"]
+__all__ += flash_attn_interface.__all__
 
 
 class RMSNorm(nn.Module):

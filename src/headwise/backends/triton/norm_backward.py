@@ -83,19 +83,34 @@ def _backward_one_pass(
             more, product = _row_sums(h, b, CENTRE)
             sums += more
             products += product * r
-        mean_product = products / width
-        result = dnormal - normal * mean_product[:, None]
-        if CENTRE:
-            result -= (sums / width)[:, None]
-        result = result * r[:, None]
-        if added is not None:
-            result += tl.load(added + row[:, None] * added_stride + column[None, :], mask=inside, other=0.0)
-        tl.store(dx + row[:, None] * width + column[None, :], result.to(dx.dtype.element_ty), mask=inside)
-        if dweight is not None:
-            of_weight += tl.sum(g * normal, 0)
-        if dbias is not None:
-            of_bias += tl.sum(g, 0)
+        result = _of_rows(dnormal, normal, sums, products / width, r, width, CENTRE)
+        _store_rows(dx, added, result, row, column, inside, width, added_stride)
+        of_weight, of_bias = _add_rows(of_weight, of_bias, dweight, dbias, g, normal)
     _store_partials(dweight, dbias, program, column, width, of_weight, of_bias)
+
+
+@triton.jit
+def _of_rows(dnormal, normal, sums, mean_product, r, width, CENTRE: tl.constexpr):
+    result = dnormal - normal * mean_product[:, None]
+    if CENTRE:
+        result -= (sums / width)[:, None]
+    return result * r[:, None]
+
+
+@triton.jit
+def _store_rows(dx, added, result, row, column, inside, width, added_stride):
+    if added is not None:
+        result += tl.load(added + row[:, None] * added_stride + column[None, :], mask=inside, other=0.0)
+    tl.store(dx + row[:, None] * width + column[None, :], result.to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_rows(of_weight, of_bias, dweight, dbias, g, normal):
+    if dweight is not None:
+        of_weight += tl.sum(g * normal, 0)
+    if dbias is not None:
+        of_bias += tl.sum(g, 0)
+    return of_weight, of_bias
 
 
 @triton.jit
@@ -156,19 +171,12 @@ def _backward_columns(
             sums = tl.sum(tl.load(products + at * 2, mask=known, other=0.0), 1)
             mean_product = tl.sum(tl.load(products + at * 2 + 1, mask=known, other=0.0), 1) * r / width
         else:
+            sums = 0.0
             mean_product = tl.sum(tl.load(products + at, mask=known, other=0.0), 1) * r / width
         normal = a * r[:, None]
-        result = g * gain[None, :] - normal * mean_product[:, None]
-        if CENTRE:
-            result -= (sums / width)[:, None]
-        result = result * r[:, None]
-        if added is not None:
-            result += tl.load(added + row[:, None] * added_stride + column[None, :], mask=inside, other=0.0)
-        tl.store(dx + row[:, None] * width + column[None, :], result.to(dx.dtype.element_ty), mask=inside)
-        if dweight is not None:
-            of_weight += tl.sum(g * normal, 0)
-        if dbias is not None:
-            of_bias += tl.sum(g, 0)
+        result = _of_rows(g * gain[None, :], normal, sums, mean_product, r, width, CENTRE)
+        _store_rows(dx, added, result, row, column, inside, width, added_stride)
+        of_weight, of_bias = _add_rows(of_weight, of_bias, dweight, dbias, g, normal)
     _store_partials(dweight, dbias, program, column, width, of_weight, of_bias)
 
 

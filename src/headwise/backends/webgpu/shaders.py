@@ -50,7 +50,7 @@ DTYPES = {
 # Words that only shaders with subgroups contain, outside comments.
 _USES_SUBGROUPS = ("subgroup", "quadSwap", "quadBroadcast")
 _COMMENT = re.compile(r"//.*")
-# Where a template wants the functions of functions.wgsl that it uses.
+# Where a template wants the functions of functions.wgsl that it uses; `library(name)` gives one of them by name.
 _LIBRARY = "// the functions that are used"
 _FUNCTION = re.compile(r"(?:fn|struct) (\w+)")
 _WORD = re.compile(r"\b[A-Za-z_]\w*\b")
@@ -131,9 +131,15 @@ def _functions(body: str) -> str:
     return "\n\n".join(found.values())
 
 
+def _from_library(name: str, of_four: bool = False) -> str:
+    """One function of the library; ``of_four``: of four numbers at once, where its text means the same for a vector."""
+    text = _library()[name]
+    return text.replace("f32", "vec4<f32>") if of_four else text
+
+
 @functools.lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -142,6 +148,8 @@ def _environment() -> jinja2.Environment:
         autoescape=False,
         extensions=["jinja2.ext.do"],
     )
+    environment.globals["library"] = _from_library
+    return environment
 
 
 def _main(subgroup_lane: bool = False) -> str:

@@ -114,6 +114,19 @@ def _loss(shape: Shape, arguments: Arguments) -> Outputs:
     return {"out": model(input_ids=ids, labels=labels, use_cache=False).loss}
 
 
+def _contest(
+    run: Callable[[Shape, str, Arguments], Callable[[], Tensor]], check: Callable[[Shape, Arguments], Outputs],
+    shape: Shape, size: tuple[int, int], differentiable: tuple[str, ...],
+) -> dict[str, Any]:  # fmt: skip
+    """One model, with our attention and with PyTorch's."""
+    return {
+        "make": partial(_made, _weights(shape), shape, size),
+        "ours": partial(run, shape, "headwise"),
+        "check": WholeCheck(partial(check, shape), differentiable),
+        "peers": (Contender(SDPA, partial(run, shape, "sdpa")),),
+    }
+
+
 def training_step(name: str, shape: Shape, batch: int, length: int) -> BenchCase:
     shapes = _weights(shape)
     matrices = sum(size[0] * size[1] for size in shapes.values() if len(size) == 2)
@@ -122,11 +135,8 @@ def training_step(name: str, shape: Shape, batch: int, length: int) -> BenchCase
         name=name,
         group="Transformers training step",
         direction="forward+backward",
-        make=partial(_made, shapes, shape, (batch, length)),
-        ours=partial(_trains, shape, "headwise"),
-        check=WholeCheck(partial(_loss, shape), tuple(shapes)),
         differentiable=tuple(shapes),
-        peers=(Contender(SDPA, partial(_trains, shape, "sdpa")),),
+        **_contest(_trains, _loss, shape, (batch, length), tuple(shapes)),
         flops=float(6 * batch * length * matrices + 3.5 * attention),
         requirements=(AtLeast(1.25, SDPA), MemoryShare(0.6, SDPA)),
     )
@@ -167,10 +177,7 @@ def decoding(name: str, shape: Shape, batch: int, length: int) -> BenchCase:
         name=name,
         group="Transformers generation",
         direction="forward",
-        make=partial(_made, shapes, shape, (batch, length)),
-        ours=partial(_decodes, shape, "headwise"),
-        check=WholeCheck(partial(_last_logits, shape), ()),
-        peers=(Contender(SDPA, partial(_decodes, shape, "sdpa")),),
+        **_contest(_decodes, _last_logits, shape, (batch, length), ()),
         bytes=float(2 * (elements + cached)),
         requirements=(AtLeast(1.0, SDPA),),
         timed="graph",

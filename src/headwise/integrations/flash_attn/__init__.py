@@ -9,27 +9,10 @@ family, on every backend, in every dtype.
 
 from __future__ import annotations
 
+from headwise.integrations.flash_attn import flash_attn_interface
 from headwise.integrations.flash_attn._install import VERSION as __version__
 from headwise.integrations.flash_attn._install import install, uninstall
-from headwise.integrations.flash_attn.flash_attn_interface import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
+from headwise.integrations.flash_attn.flash_attn_interface import *  # noqa: F403
 
-__all__ = [
-    "__version__",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-    "install",
-    "uninstall",
-]
+__all__ = ["__version__", "install", "uninstall"]
+__all__ += flash_attn_interface.__all__

@@ -11,9 +11,19 @@ import torch
 from torch import Tensor
 
 from headwise.integrations.flash_attn import _alibi, _dropped, _packed
-from headwise.integrations.flash_attn._kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
+from headwise.integrations.flash_attn._kvcache import flash_attn_with_kvcache
 from headwise.integrations.flash_attn._options import softcap_or_none, window_of
 from headwise.ops.attention import attention, attention_varlen
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
 

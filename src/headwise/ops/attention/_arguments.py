@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from headwise import layout
-from headwise.layout import Packing
 from headwise.ops import _checks
 
 UNBOUNDED = -1
@@ -63,6 +62,15 @@ class Flags(NamedTuple):
         return 1.0 / (1.0 - self.dropout)
 
 
+class Packing(NamedTuple):
+    """Where the sequences of a packed batch begin and end."""
+
+    cu_q: Tensor  # (sequences + 1,)
+    cu_k: Tensor
+    max_q: int  # the longest sequence, or more
+    max_k: int
+
+
 class Attention(NamedTuple):
     """Dense: q (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv). Packed: (Tq, Hq, D), (Tk, Hk, D), (Tk, Hk, Dv)."""
 
@@ -79,6 +87,12 @@ class Attention(NamedTuple):
     flags: Flags
     with_lse: bool = True
     dropout_seed: Tensor | None = None  # one int64, beside q; there if flags.dropout is
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, *packing: Any) -> Attention:
+        """The same of a packed batch, given the fields of its `Packing`."""
+        return self._replace(
+            q=q, k=k, v=v, q_lengths=None, kv_lengths=None, kv_starts=None, packing=Packing(*packing)
+        )
 
 
 class AttentionBackward(NamedTuple):

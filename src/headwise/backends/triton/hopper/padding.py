@@ -12,7 +12,6 @@ from torch import Tensor
 
 from headwise import layout
 from headwise.backends.triton.hopper import coverage
-from headwise.layout import Packing
 
 if TYPE_CHECKING:
     from headwise.ops.attention._arguments import Attention
@@ -45,10 +44,8 @@ def packable(args: Attention) -> bool:
 
 def as_packed(args: Attention, cu_q: Any = None, cu_k: Any = None) -> Attention:
     """The same call of a packed batch, given its offsets, if it is `packable`."""
-    return args._replace(
-        q=tokens(args.q), k=tokens(args.k), v=tokens(args.v), q_lengths=None, kv_lengths=None, kv_starts=None,
-        packing=Packing(cu_q, cu_k, args.q.shape[2], args.k.shape[2]),
-    )  # fmt: skip
+    longest = args.q.shape[2], args.k.shape[2]
+    return args.packed(tokens(args.q), tokens(args.k), tokens(args.v), cu_q, cu_k, *longest)
 
 
 def end_to_end(x: Tensor) -> bool:

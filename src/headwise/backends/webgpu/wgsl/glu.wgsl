@@ -48,22 +48,7 @@ fn sigmoid(a: vec4<f32>) -> Sigmoid {
 {% elif activation == "gelu" %}
 const INVERSE_ROOT_2PI = 0.3989422804014327f;
 
-// The tail of the normal law beyond t = |a|, erfc(t / √2) / 2, over `power` = exp(-t² / 2): p(w) / (t + 3) with
-// w = 1 - 6 / (t + 3), a least-squares fit on [0, 14.5], off by 5e-8. 1 + erf(a / √2), with its cancellation, would be off by a
-// sixth at a = -5.
-fn scaled_tail(t: vec4<f32>) -> vec4<f32> {
-    let v = 1.0 / (t + 3.0);
-    let w = 1.0 - 6.0 * v;
-    var p = -0.00026298913871869445 * w - 0.0008977542747743428;
-    p = p * w + 0.0010747318156063557;
-    p = p * w + 0.006920006591826677;
-    p = p * w - 0.010480092838406563;
-    p = p * w - 0.04725528508424759;
-    p = p * w + 0.23001940548419952;
-    p = p * w - 0.5093322992324829;
-    p = p * w + 0.7290836572647095;
-    return p * v;
-}
+{{ library("scaled_tail", of_four=True) }}
 {% endif %}
 
 fn activation(a: vec4<f32>) -> Value {

@@ -8,8 +8,9 @@
 // One workgroup, in a fixed order: a thread takes every 256th row, four at once; a tree adds up the threads.
 //
 // variables: targets, a dtype; mean; gradient; given; weighted, the dtype of the weights of a mean ("" for none)
+{% import "targets.wgsl" as targets_of with context %}
 {% set at_once = 4 %}
-{{ input("targets", "u64" if targets == "i64" else "i32", 1) }}
+{{ targets_of.declared() }}
 {% if given %}
 {{ input("x", "f32", 1) }}
 {% endif %}
@@ -23,15 +24,7 @@ var<workgroup> sums: array<f32, 256>;
 {% set number = "f32" if weighted else "u32" %}
 var<workgroup> counts: array<{{ number }}, 256>;
 
-fn is_ignored(row: u32) -> bool {
-{% if targets == "i64" %}
-    return all(load_targets(row) == vec2<u32>(params.ignored_low, params.ignored_high));
-{% else %}
-    let target_bits = bitcast<u32>(load_targets(row));
-    return target_bits == params.ignored_low && (0u - (target_bits >> 31u)) == params.ignored_high;
-{% endif %}
-}
-
+{{ targets_of.functions() }}
 {% if weighted %}
 fn not_a_number() -> f32 { var bits = 0x7fc00000u; return bitcast<f32>(bits); }
 {% endif %}

@@ -7,7 +7,8 @@
 //   y            (rows,)           grad · weight; or, where `tilted`, (rows, 4) with the other three
 //
 // variables: grad, logprob, entropy (are they there?), weighted (the dtype of the weights, "" for none), targets, tilted
-{{ input("targets", "u64" if targets == "i64" else "i32", 1) }}
+{% import "targets.wgsl" as targets_of with context %}
+{{ targets_of.declared() }}
 {% if grad %}
 {{ input("grad", "f32", 1) }}
 {% endif %}
@@ -24,15 +25,7 @@
 {{ output("y", "f32", 4 if tilted else 1) }}
 {{ params("rows: u32, grad_stride: u32, ignored_low: u32, ignored_high: u32") }}
 
-fn is_ignored(row: u32) -> bool {
-{% if targets == "i64" %}
-    return all(load_targets(row) == vec2<u32>(params.ignored_low, params.ignored_high));
-{% else %}
-    let target_bits = bitcast<u32>(load_targets(row));
-    return target_bits == params.ignored_low && (0u - (target_bits >> 31u)) == params.ignored_high;
-{% endif %}
-}
-
+{{ targets_of.functions() }}
 @compute @workgroup_size(256) {{ main() }}
     let row = workgroup * 256u + thread;
     if (row < params.rows) {

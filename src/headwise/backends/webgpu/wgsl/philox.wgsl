@@ -2,15 +2,7 @@
   Random bits by a counter: Philox 4x32-10 (Salmon et al., 2011). A file of macros.
 #}
 {% macro functions() %}
-// The upper word of a product of two words: WGSL has only the lower one.
-fn upper(a: u32, b: u32) -> u32 {
-    let a0 = a & 0xffffu;
-    let a1 = a >> 16u;
-    let b0 = b & 0xffffu;
-    let b1 = b >> 16u;
-    let middle = a1 * b0 + ((a0 * b0) >> 16u);
-    return a1 * b1 + (middle >> 16u) + ((a0 * b1 + (middle & 0xffffu)) >> 16u);
-}
+{{ library("upper") }}
 
 fn philox(first: vec4<u32>, first_key: vec2<u32>) -> vec4<u32> {
     var c = first;
