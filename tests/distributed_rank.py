@@ -33,6 +33,8 @@ CASES = {
     "causal, sink": {"causal": True, "sink": True, "Dv": 24},
     "window": {"window": (9, 5)},
     "narrow causal window, sink": {"causal": True, "window": (3, None), "sink": True, "Sq": 131, "Sk": 131},
+    "narrow window, more keys": {"window": (4, 1), "Sq": 99, "Sk": 140, "Hk": 1, "sink": True},
+    "window, lengths": {"kv_lengths": [61, 30], "q_lengths": [50, 30], "window": (4, 0)},
     "window that reaches left only": {"window": (None, 2), "Hq": 6, "Hk": 1, "D": 11, "Dv": 5},
     "more keys": {"causal": True, "Sq": 41, "Sk": 90, "window": (30, 0)},
     "more queries, empty rows": {"causal": True, "Sq": 53, "Sk": 20},
@@ -395,7 +397,9 @@ def check_refusals(group, rank, ranks):
 BYTES = {
     "causal": {"left": -1, "right": 0},
     "window": {"left": 200, "right": 0, "layout": "contiguous"},
+    "window, zigzag": {"left": 50, "right": 20},
     "documents": {"left": -1, "right": 0, "layout": "contiguous", "documents": 5},
+    "documents, zigzag": {"left": -1, "right": 0, "documents": 9},
     "few key heads": {"left": -1, "right": -1, "Hk": 1},
 }
 
