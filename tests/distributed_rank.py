@@ -509,6 +509,30 @@ def check_memory(group, rank, ranks):
         assert held["gather", False, True] > 1.2 * held["gather", False, False], held
 
 
+def check_order(group, rank, ranks):
+    """Ranks that call backward in another order would exchange messages of the same sizes: refused, and right afterwards."""
+    x = torch.randn(1, ranks, 4 * ranks, 8, generator=torch.Generator().manual_seed(6))
+    hidden, targets = torch.ones(3, 4).requires_grad_(), torch.arange(3)
+    for method in METHODS:
+        for turned in (True, False):
+            leaves = [Cut.apply(y, group, "zigzag").detach().requires_grad_() for y in (x, x + 1)]
+            outs = [hwd.context_parallel_attention(y, y, y, group, method=method, causal=True) for y in leaves]
+            for out in reversed(outs) if turned and rank == ranks - 1 else outs:
+                if turned:
+                    refused(ValueError, ["backward of calls", "same order"], out.sum().backward)
+                else:
+                    out.sum().backward()
+    losses = [hwd.vocabulary_parallel_linear_cross_entropy(hidden, hidden[:2], targets, group) for _ in range(2)]
+    for loss in reversed(losses) if rank == ranks - 1 else losses:
+        refused(ValueError, ["backward of calls"], loss.backward)
+    other = torch.arange(3) + (rank == ranks - 1)
+    refused(
+        ValueError,
+        ["fingerprint of targets"],
+        lambda: hwd.vocabulary_parallel_linear_cross_entropy(hidden, hidden[:2], other, group),
+    )
+
+
 CHECKS = (
     check_shards,
     check_attention,
@@ -517,6 +541,7 @@ CHECKS = (
     check_decode,
     check_loss,
     check_refusals,
+    check_order,
     check_bytes,
     check_memory,
 )

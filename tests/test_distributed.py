@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_faults import GRACE, PHASES, TIMEOUT, WAYS
+from distributed_faults import GRACE, SCENARIOS, TIMEOUT, tells
 
 from headwise import reference as oracle
 from headwise import testing
@@ -71,13 +71,14 @@ def test_a_lost_rank_is_an_error_on_the_others(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert (done.returncode, done.stdout) == (0, "0 processes had to be killed\n"), done.stdout + done.stderr
     results = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    expected = {(*phase, way, rank) for phase in PHASES for way in WAYS for rank in (0, 2)}
+    expected = {(*phase, way, rank) for phase, way in SCENARIOS for rank in tells(way)}
     assert {(r["what"], r["phase"], r["way"], r["rank"]) for r in results} == expected
     for result in results:
         assert result["right"] == [True], result
         assert result["error"].startswith("RankLostError: "), result
         assert "got no answer in" in result["error"], result
         assert result["seconds"] < TIMEOUT + GRACE, result
+        assert result["again"] == ("RankLostError" if result["way"] == "wakes" else ""), result
     assert time.monotonic() - begun < SECONDS
 
 

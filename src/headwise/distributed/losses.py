@@ -24,7 +24,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headwise import layout
-from headwise.distributed.groups import Description, Group, Peers, agree, gather, peers_of, sum_parts
+from headwise.distributed.groups import (
+    Description,
+    Group,
+    Peers,
+    agree,
+    fingerprint,
+    gather,
+    peers_of,
+    same_backward,
+    sum_parts,
+)  # fmt: skip
 from headwise.ops import _checks
 from headwise.ops.cross_entropy import check_options
 
@@ -172,6 +182,7 @@ class _Classes(NamedTuple):
     z_loss: float
     softcap: float | None
     entropy: bool
+    call: int
 
     @property
     def width(self) -> int:
@@ -275,12 +286,13 @@ def _classes(
         )
         for name, value in zip(names[-2:], asked, strict=True):
             _checks.boolean(op, name, value)
-        same |= dict(zip(names, (*options, *asked), strict=True)) | {"shape of targets": tuple(targets.shape)}
+        same |= dict(zip(names, (*options, *asked), strict=True)) | {"fingerprint of targets": fingerprint(targets)}
         return Description(same | {"device": targets.device.type}, (width(),))
 
-    widths = tuple(found for (found,) in agree(peers, describe))
+    lengths, number = agree(peers, describe)
+    widths = tuple(found for (found,) in lengths)
     ignore_index, _, smoothing, z_loss, softcap = options
-    return _Classes(peers, widths, ignore_index, smoothing, z_loss, softcap, asked[1])
+    return _Classes(peers, widths, ignore_index, smoothing, z_loss, softcap, asked[1], number)
 
 
 def _results(
@@ -369,6 +381,8 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, lse, entropy, outside = ctx.saved_tensors
         classes, operand, given = ctx.classes, _operand(weight), _given(outside, lse, grads)
+        if ctx.needs_input_grad[0]:
+            same_backward(classes.peers, classes.call, hidden.device)
         # What an ignored row holds reaches nothing, not even as NaN times zero.
         hidden = hidden.masked_fill((targets == classes.ignore_index)[:, None], 0.0)
         dhidden = torch.zeros_like(hidden, dtype=lse.dtype)

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from headwise import layout as memory
 from headwise.distributed.blocks import Gradients, Options, Partial, Plan, Scores, pieces
-from headwise.distributed.groups import Exchange, Peers, gather, sum_parts
+from headwise.distributed.groups import Exchange, Peers, gather, same_backward, sum_parts
 from headwise.distributed.routes import Segments, columns_of, count, route
 from headwise.distributed.shards import Segment, place, taken
 
@@ -31,6 +31,7 @@ class Call(NamedTuple):
     plan: Plan
     options: Options
     method: str
+    number: int  # of the call, the same on every rank
 
     @property
     def merges(self) -> bool:
@@ -71,6 +72,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, mask, bias, sink, out, lse = ctx.saved_tensors
         call = ctx.call
+        same_backward(call.peers, call.number, q.device)
         gradients = Gradients(
             q, out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, Scores(mask, bias),
             call.options, ctx.needs_input_grad[4], call.plan.ranks > 1,
