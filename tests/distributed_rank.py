@@ -533,7 +533,31 @@ def check_order(group, rank, ranks):
     )
 
 
+def check_first_messages(ranks):
+    """Before messages between some ranks there is one collective of all of them in every group, on the tensors' device."""
+    group, log = dist.new_group(list(range(ranks))), []
+
+    def noted(name):
+        real = getattr(dist, name)
+        return lambda *args, **flags: (log.append(name), real(*args, **flags))[1]
+
+    x = torch.randn(1, 1, 40, 8)
+    names = ("all_reduce", "all_gather_object", "batch_isend_irecv")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(dist, name, noted(name))
+        for _ in range(2):
+            hwd.context_parallel_attention(
+                x, x, x, group, method="ring", causal=True, window=(3, None), layout="contiguous"
+            )
+    calls = [log.count(name) for name in names]
+    assert log[:2] == ["all_gather_object", "all_reduce"]
+    assert calls[:2] == [1, 2]
+    assert calls[2] > 0
+
+
 CHECKS = (
+    check_first_messages,
     check_shards,
     check_attention,
     check_bits,

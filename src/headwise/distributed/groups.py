@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,9 @@ class Agreed(NamedTuple):
 
 
 _calls = itertools.count()
+_connected: WeakKeyDictionary[dist.ProcessGroup, set[str]] = (
+    WeakKeyDictionary()
+)  # to the kinds of device they were used on
 
 
 def peers_of(op: str, group: Any) -> Peers:
@@ -109,6 +113,18 @@ def agree(peers: Peers, check: Callable[[], Description]) -> Agreed:
                     "to be the same on every rank"
                 )
     return Agreed([lengths for (_, lengths), _, _ in everyone], everyone[0][2])
+
+
+def connect(peers: Peers, device: torch.device) -> None:
+    """Before the first messages between some ranks only: NCCL needs a collective of all of them first, on this device.
+
+    The comparison of arguments does not count: it may have gone over gloo, in a group that has a backend for each device.
+    """
+    kinds = _connected.setdefault(peers.group, set())
+    if device.type not in kinds:
+        with answered(peers, "connecting"):
+            dist.all_reduce(torch.zeros(1, device=device), group=peers.group)
+        kinds.add(device.type)
 
 
 def same_backward(peers: Peers, call: int, device: torch.device, part: int = 0) -> None:
@@ -209,7 +225,7 @@ class Exchange:
         self._add(dist.isend, x, rank)
 
     def receive(self, like: Tensor, size: int, rank: int) -> Tensor:
-        x = like.new_zeros(size)
+        x = like.new_empty(size)
         self._add(dist.irecv, x, rank)
         return x
 

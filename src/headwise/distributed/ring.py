@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from headwise import layout as memory
 from headwise.distributed.blocks import Gradients, Options, Partial, Plan, Scores, pieces
-from headwise.distributed.groups import Exchange, Peers, gather, same_backward, sum_parts
+from headwise.distributed.groups import Exchange, Peers, connect, gather, same_backward, sum_parts
 from headwise.distributed.routes import Segments, columns_of, count, route
 from headwise.distributed.shards import Segment, place, taken
 
@@ -118,6 +118,7 @@ def _blocks(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[tuple[Segment, .
     if not call.merges:
         yield (Segment(0, call.plan.keys),), _gathered(call, k, v)
         return
+    connect(call.peers, k.device)
     arriving = _direct if route(call.plan).direct else _ring
     for _, keys, block in arriving(call, k, v, "forward"):
         yield keys, block
