@@ -35,7 +35,7 @@ def share(name: str, tokens: int, gpus: int) -> float | None:
         machine = machine._replace(merged_slowdown=1.0)
     found = costs.of_causal(method, SIZES, tokens, gpus, True)
     ideal = found.flops(SIZES, True) / machine.flops
-    return ideal / costs.time_of(method, SIZES, found, tokens // gpus, machine, True)
+    return ideal / costs.time_of(method, SIZES, found, machine, True)
 
 
 def draw_costs() -> None:

@@ -117,8 +117,8 @@ def check_data_parallel(group):
     within_budget(results(model, loss), True, "FSDP2")
 
 
-def refused(words, call):
-    with pytest.raises(NotImplementedError, match=words):
+def refused(words, call, kind=NotImplementedError):
+    with pytest.raises(kind, match=words):
         call()
 
 
@@ -140,6 +140,35 @@ def check_refused_models(group):
     model.loss.reduction = "sum"
     hwd.context_parallel(model, group)
     refused("reduction", lambda: model(*inputs(False)[0]))
+
+
+def check_batches(group, rank, ranks):
+    """Batches, calls and models that differ between ranks: refused on all of them, with nothing left under way."""
+    last = rank == ranks - 1
+    ids, targets = inputs(False)[0]
+    model = make_model()
+    hwd.context_parallel(model, group)
+    mine = ids.roll(1) if last else ids
+    refused("fingerprint of ids", lambda: model(mine, targets), ValueError)
+    refused(
+        "fingerprint of targets is None on rank 0", lambda: model(*((ids, targets) if last else (ids,))), ValueError
+    )
+    refused("fingerprint of ids", lambda: model(ids[:, : LENGTH - last], targets[:, : LENGTH - last]), ValueError)
+    refused(
+        "lengths",
+        lambda: model(ids, lengths=targets) if last else model(ids),
+        NotImplementedError if last else ValueError,
+    )
+    other = torch.nn.Linear(3, 4, bias=not last)
+    refused("shape and dtype of bias", lambda: hwd.sum_gradients(other, group), ValueError)
+    headwise_transformers.register()
+    shared = transformers_models.build(LLAMA, "headwise")
+    headwise_transformers.context_parallel(shared, group)
+    ids = transformers_models.tokens(length=LENGTH)
+    mine = ids.roll(1) if last else ids
+    refused("fingerprint of input_ids", lambda: shared(input_ids=mine), ValueError)
+    model(*inputs(False)[0]).backward()
+    hwd.sum_gradients(model, group)
 
 
 def check_two_forwards(group):
@@ -264,6 +293,7 @@ def check_transformers(group):
 
 CHECKS = (
     check_refused_models,
+    check_batches,
     check_two_forwards,
     check_transformers,
     check_model,

@@ -33,6 +33,8 @@ CASES = {
     "causal, sink": {"causal": True, "sink": True, "Dv": 24},
     "window": {"window": (9, 5)},
     "narrow causal window, sink": {"causal": True, "window": (3, None), "sink": True, "Sq": 131, "Sk": 131},
+    "narrow window, more keys": {"window": (4, 1), "Sq": 99, "Sk": 140, "Hk": 1, "sink": True},
+    "window, lengths": {"kv_lengths": [61, 30], "q_lengths": [50, 30], "window": (4, 0)},
     "window that reaches left only": {"window": (None, 2), "Hq": 6, "Hk": 1, "D": 11, "Dv": 5},
     "more keys": {"causal": True, "Sq": 41, "Sk": 90, "window": (30, 0)},
     "more queries, empty rows": {"causal": True, "Sq": 53, "Sk": 20},
@@ -290,12 +292,22 @@ def run_loss(group, rank, ranks, arguments, backend):
     run = (
         hwd.vocabulary_parallel_linear_cross_entropy if "hidden" in arguments else hwd.vocabulary_parallel_cross_entropy
     )
-    return {"loss": run(**arguments, group=group)}
+    return named_loss(run(**arguments, group=group), arguments)
+
+
+def named_loss(found, arguments):
+    names = ["loss", *(name for name in ("logprobs", "entropy") if arguments.get(f"return_{name}"))]
+    return dict(zip(names, found if len(names) > 1 else [found], strict=True))
 
 
 def reference_loss(arguments):
-    run = oracle.linear_cross_entropy if "hidden" in arguments else oracle.cross_entropy
-    return {"loss": run(**arguments)}
+    if "hidden" in arguments:
+        return named_loss(oracle.linear_cross_entropy(**arguments), arguments)
+    others = {name: x for name, x in arguments.items() if name != "logits"}
+    if "return_logprobs" not in arguments:
+        return {"loss": oracle.cross_entropy(arguments["logits"], **others)}
+    same = torch.eye(arguments["logits"].shape[-1], dtype=arguments["logits"].dtype)
+    return named_loss(oracle.linear_cross_entropy(arguments["logits"], same, **others), arguments)
 
 
 LOSSES = {
@@ -308,6 +320,14 @@ LOSSES = {
         "softcap": 5.0,
     },
     "linear, none": {"hidden": 24, "reduction": "none", "weights": True},
+    "log-probabilities, entropies": {
+        "reduction": "sum", "softcap": 3.0, "return_logprobs": True, "return_entropy": True, "label_smoothing": 0.1,
+    },
+    "linear, log-probabilities": {"hidden": 24, "return_logprobs": True, "z_loss": 1e-2},
+    "linear, entropies": {
+        "hidden": 24, "reduction": "none", "return_logprobs": False, "return_entropy": True, "bias": True, "softcap": 5.0,
+    },
+    "linear, all three": {"hidden": 24, "return_logprobs": True, "return_entropy": True, "weights": True},
 }  # fmt: skip
 
 
@@ -332,6 +352,25 @@ def check_loss(group, rank, ranks):
     assert loss.isnan().tolist() == [False, True, False]
     assert torch.equal(logits.grad.isnan().all(1), loss.isnan())
     assert (logits.grad[0] == 0).all()
+    check_impossible_classes(group, rank, ranks)
+
+
+def check_impossible_classes(group, rank, ranks):
+    """Logits of -inf: on the last rank all of them. What they would multiply is never seen."""
+    logits = torch.tensor([[0.5, -torch.inf, 2.0]] * 2) if rank < ranks - 1 else torch.full((2, 3), -torch.inf)
+    logits.requires_grad_()
+    run = partial(hwd.vocabulary_parallel_cross_entropy, logits, torch.tensor([2, -100]), group)
+    loss, logprobs, entropy = run(return_logprobs=True, return_entropy=True)
+    (loss + logprobs[0] + entropy[0]).backward()
+    p = torch.tensor([0.5, 2.0]).repeat(max(ranks - 1, 1)).softmax(0)
+    assert torch.allclose(entropy, torch.stack([-(p * p.log()).sum(), torch.zeros(())]))
+    assert torch.allclose(-loss, logprobs[0])
+    assert torch.allclose(logprobs, torch.stack([p[1].log(), torch.zeros(())]))
+    assert not logits.grad.isnan().any()
+    assert (logits.grad[:, 1] == 0).all()
+    here = logits.grad[0, ::2] if rank < ranks - 1 else torch.zeros(2)
+    there = -(p * (p.log() + entropy[0].detach()))[:2] if rank < ranks - 1 else torch.zeros(2)
+    assert torch.allclose(here, there, atol=1e-6)  # loss and log-probability cancel: the entropy's is left
 
 
 def refused(kind, words, call):
@@ -386,6 +425,10 @@ def check_refusals(group, rank, ranks):
     )
     loss = partial(hwd.vocabulary_parallel_cross_entropy, x, torch.ones(1, 2, 4).long(), group)
     refused(ValueError, ["reduction"], lambda: loss(reduction="sum" if last else "mean"))
+    refused(ValueError, ["return_entropy", "True on rank"], lambda: loss(return_entropy=last))
+    refused(TypeError, ["return_logprobs"], lambda: loss(return_logprobs=1))
+    weighted = partial(hwd.vocabulary_parallel_linear_cross_entropy, x[0, 0], x[0, 1], torch.arange(4), group)
+    refused(ValueError, ["token_weights"], lambda: weighted(token_weights=torch.ones(4).requires_grad_(last)))
     refused(NotImplementedError, ["gradient"], lambda: hwd.unshard(x.clone().requires_grad_(), group))
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("context",))
     assert torch.equal(attend(x, x, x, mesh), attend(x, x, x, group))
@@ -395,7 +438,9 @@ def check_refusals(group, rank, ranks):
 BYTES = {
     "causal": {"left": -1, "right": 0},
     "window": {"left": 200, "right": 0, "layout": "contiguous"},
+    "window, zigzag": {"left": 50, "right": 20},
     "documents": {"left": -1, "right": 0, "layout": "contiguous", "documents": 5},
+    "documents, zigzag": {"left": -1, "right": 0, "documents": 9},
     "few key heads": {"left": -1, "right": -1, "Hk": 1},
 }
 
@@ -431,6 +476,12 @@ def check_bytes(group, rank, ranks):
             sent = counted(partial(run, method, gradient)) - told
             modelled = costs.cost(method, costs.Sizes.of(q, k, v), plan, gradient).sent
             assert abs(sent - modelled) <= 0.05 * modelled + 500 * ranks, (name, method, gradient, sent, modelled)
+    of_loss = [
+        counted(partial(hwd.vocabulary_parallel_cross_entropy, torch.randn(n, 5), torch.ones(n).long(), group))
+        for n in (1, 8001)
+    ]
+    numbers = 2 * 4 * 8000 * (ranks - 1)  # two a row
+    assert abs(of_loss[1] - of_loss[0] - numbers) <= 0.05 * numbers, of_loss
 
 
 def check_memory(group, rank, ranks):
@@ -458,7 +509,55 @@ def check_memory(group, rank, ranks):
         assert held["gather", False, True] > 1.2 * held["gather", False, False], held
 
 
+def check_order(group, rank, ranks):
+    """Ranks that call backward in another order would exchange messages of the same sizes: refused, and right afterwards."""
+    x = torch.randn(1, ranks, 4 * ranks, 8, generator=torch.Generator().manual_seed(6))
+    hidden, targets = torch.ones(3, 4).requires_grad_(), torch.arange(3)
+    for method in METHODS:
+        for turned in (True, False):
+            leaves = [Cut.apply(y, group, "zigzag").detach().requires_grad_() for y in (x, x + 1)]
+            outs = [hwd.context_parallel_attention(y, y, y, group, method=method, causal=True) for y in leaves]
+            for out in reversed(outs) if turned and rank == ranks - 1 else outs:
+                if turned:
+                    refused(ValueError, ["backward of calls", "same order"], out.sum().backward)
+                else:
+                    out.sum().backward()
+    losses = [hwd.vocabulary_parallel_linear_cross_entropy(hidden, hidden[:2], targets, group) for _ in range(2)]
+    for loss in reversed(losses) if rank == ranks - 1 else losses:
+        refused(ValueError, ["backward of calls"], loss.backward)
+    other = torch.arange(3) + (rank == ranks - 1)
+    refused(
+        ValueError,
+        ["fingerprint of targets"],
+        lambda: hwd.vocabulary_parallel_linear_cross_entropy(hidden, hidden[:2], other, group),
+    )
+
+
+def check_first_messages(ranks):
+    """Before messages between some ranks there is one collective of all of them in every group, on the tensors' device."""
+    group, log = dist.new_group(list(range(ranks))), []
+
+    def noted(name):
+        real = getattr(dist, name)
+        return lambda *args, **flags: (log.append(name), real(*args, **flags))[1]
+
+    x = torch.randn(1, 1, 40, 8)
+    names = ("all_reduce", "all_gather_object", "batch_isend_irecv")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(dist, name, noted(name))
+        for _ in range(2):
+            hwd.context_parallel_attention(
+                x, x, x, group, method="ring", causal=True, window=(3, None), layout="contiguous"
+            )
+    calls = [log.count(name) for name in names]
+    assert log[:2] == ["all_gather_object", "all_reduce"]
+    assert calls[:2] == [1, 2]
+    assert calls[2] > 0
+
+
 CHECKS = (
+    check_first_messages,
     check_shards,
     check_attention,
     check_bits,
@@ -466,6 +565,7 @@ CHECKS = (
     check_decode,
     check_loss,
     check_refusals,
+    check_order,
     check_bytes,
     check_memory,
 )

@@ -16,7 +16,7 @@ import torch
 
 from headwise import testing
 from headwise.cli import main
-from headwise.demo import checkpoint, text
+from headwise.demo import checkpoint, record, text
 from headwise.demo.plain import Plain
 from headwise.demo.train import Recipe, Training
 
@@ -54,6 +54,20 @@ def losses(double):
 def test_processes_that_torchrun_has_not_started(capsys):
     assert main(["demo", "--context-parallel", "4"]) == 2
     assert "torchrun --nproc-per-node 4 -m headwise demo --context-parallel 4" in capsys.readouterr().err
+
+
+def test_a_process_killed_in_the_middle_of_a_checkpoint_leaves_the_last_one(tmp_path):
+    path = tmp_path / "checkpoint.safetensors"
+    path.write_bytes(b"the last one")
+    die = (
+        "import os, sys; from pathlib import Path; from headwise.demo.record import write_whole\n"
+        "write_whole(Path(sys.argv[1]), lambda part: (part.write_bytes(b'half of'), os.kill(os.getpid(), 9)))"
+    )
+    assert subprocess.run([sys.executable, "-c", die, str(path)], check=False).returncode == -signal.SIGKILL
+    assert path.read_bytes() == b"the last one"
+    record.write_whole(path, lambda part: part.write_bytes(b"the next one"))  # over what was left half written
+    assert path.read_bytes() == b"the next one"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
 """``headwise bench --suite distributed``: context parallelism over gloo processes on this machine.
 
 Bytes are those that the kernel has counted on the TCP connections of a rank (Linux); balance is the visible pairs of the
-busiest rank over the mean; memory is the most that the busiest rank holds beyond its inputs. Processes share the machine's
-cores, so seconds say little: a rank computes while others wait for a core.
+busiest rank over the mean; memory is the most that the busiest rank holds beyond its inputs. Each row says what is required
+of it and whether that holds. Processes share the machine's cores, so seconds say little: a rank computes while others wait
+for a core.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,9 @@ from headwise.distributed.shards import Segment, segments
 HEADS, KEY_HEADS, DIM = 8, 4, 32
 WINDOW = 128
 TIMEOUT = timedelta(seconds=120)
+EXCESS = 0.05  # of bytes, over or under what the model counts
+BALANCE = 1.1  # of the busiest rank over the mean, where shards are to be balanced
+GROWTH = 1.15  # of a ring's memory on a rank when ranks and sequence grow together
 
 
 class Job(NamedTuple):
@@ -49,6 +53,7 @@ JOBS = (
     *(Job(method, "zigzag", None, backward) for method in costs.METHODS for backward in (False, True)),
     *(Job(method, "contiguous", WINDOW, False) for method in costs.METHODS),
     Job("ring", "contiguous", None, False),
+    *(Job("ring", "zigzag", WINDOW, backward) for backward in (False, True)),
 )
 
 
@@ -65,6 +70,8 @@ class Row:
     balance: float
     memory: int  # bytes
     seconds: float
+    requirement: str = ""
+    outcome: str = ""  # "met" or "missed"
 
     @property
     def excess(self) -> float:
@@ -101,6 +108,23 @@ def _row(ranks: int, tokens: int, job: Job, of_ranks: list[dict[str, Any]]) -> R
         ranks, tokens, *job, busiest["sent"], busiest["modelled"], max(pairs) * len(pairs) / max(sum(pairs), 1),
         max(one["memory"] for one in of_ranks), statistics.median(map(max, rounds)),
     )  # fmt: skip
+
+
+def judged(rows: list[Row]) -> list[Row]:
+    """The rows with what is required of each; a ring's memory is compared with that of the fewest ranks."""
+    fewest = min(row.ranks for row in rows)
+    of_fewest = {(row.method, row.layout, row.window, row.backward): row for row in rows if row.ranks == fewest}
+    found = []
+    for row in rows:
+        wanted = {f"within {EXCESS:.0%} of the model's bytes": abs(row.excess) <= EXCESS}
+        if row.layout == "zigzag" and row.window is None:
+            wanted[f"busiest rank ≤ {BALANCE} of the mean"] = row.balance <= BALANCE
+        if row.method == "ring" and row.ranks > fewest:
+            before = of_fewest[row.method, row.layout, row.window, row.backward]
+            wanted[f"memory ≤ {GROWTH} of that of {fewest} ranks"] = row.memory <= GROWTH * before.memory
+        outcome = "met" if all(wanted.values()) else "missed"
+        found.append(replace(row, requirement="; ".join(wanted), outcome=outcome))
+    return found
 
 
 def write_csv(path: Path, rows: list[Row], device: str) -> None:

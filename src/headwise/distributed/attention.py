@@ -80,7 +80,7 @@ def context_parallel_attention(
                 attention(*(x[:1, :, :1].detach() for x in (q, k, v)), backend=backend)
         return _describe(q, k, v, sink, scores, values, flags[0], method, layout, return_lse, backend)
 
-    told = agree(peers, check)
+    told, number = agree(peers, check)
     of_q, of_k = (parts_of(OP, name, [x[n] for x in told], layout) for n, name in ((0, "q"), (1, "k and v")))
     regions = _regions(q.shape[0], length_of(of_q), length_of(of_k), values)
     for n, name in enumerate(SCORES):
@@ -106,7 +106,7 @@ def context_parallel_attention(
     if method == "auto":  # as for training: a forward without gradients may be computed again with them
         scored = any(x is not None for x in scores.values())
         method = costs.choose(costs.Sizes.of(q, k, v), plan, costs.machine_of(q.device), True, scored)
-    call = ring.Call(peers, plan, options, method)
+    call = ring.Call(peers, plan, options, method, number)
     if method == "ulysses":
         given = {name: x for name, x in lengths.items() if x is not None}
         # One rank alone may have a single query: what all of them say decides.

@@ -12,7 +12,6 @@ all its keys in one call there is nothing to merge, and the kernels of the dtype
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -149,20 +148,6 @@ def _piece(plan: Plan, region: Region, q: Segment, k: Segment, row: int, column:
         region.batch, slice(q_start + offset, q_stop + offset), slice(column + k_start - k.start, column + k_stop - k.start),
         slice(k_start, k_stop), (seen_left, seen_right),
     )  # fmt: skip
-
-
-def reach(plan: Plan) -> tuple[int, ...]:
-    """For the block of every rank: how many ranks further along the ring the last one sits that sees any of it."""
-    return _reach(plan._replace(rank=0))
-
-
-@functools.lru_cache(maxsize=64)
-def _reach(plan: Plan) -> tuple[int, ...]:
-    def sees(rank: int, owner: int) -> bool:
-        return any(True for _ in pieces(plan, plan.of_q[rank], plan.of_k[owner]))
-
-    steps = range(plan.ranks)
-    return tuple(max((s for s in steps if sees((o + s) % plan.ranks, o)), default=0) for o in steps)
 
 
 def existing_rows(plan: Plan) -> Iterator[tuple[slice, slice]]:

@@ -2,7 +2,8 @@
 
 Bytes are those that a rank sends, of one call of `context_parallel_attention`, forward and (with a gradient) backward. The
 model counts what has to be sent, from the same plan that the call follows: a ring whose blocks go only as far as they are
-seen, key heads that several ranks read. Tests compare it with the bytes that the sockets of gloo processes have sent.
+seen, or parts that go straight to the ranks that see them (`routes`), key heads that several ranks read. Tests compare it
+with the bytes that the sockets of gloo processes have sent.
 
 Time: a rank computes at ``flops``; its messages take ``latency`` each and ``bytes / bandwidth``. Sends of the ring overlap
 with the arithmetic of the same step; a gather and an all-to-all come before and after it.
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from headwise import layout as memory
-from headwise.distributed.blocks import Plan, length_of, pieces, reach
+from headwise.distributed.blocks import Plan, pieces
+from headwise.distributed.routes import Route, count, route
 from headwise.distributed.shards import Segment
 from headwise.distributed.ulysses import heads_of
 
@@ -66,6 +68,7 @@ class Cost(NamedTuple):
     messages: int
     pairs: int  # of a query and a key that are computed, all heads together
     memory: int  # bytes of keys, values and their gradients that others own
+    home: int = 0  # bytes of the last sums of gradients, which nothing overlaps
     wide: bool = False  # 16-bit inputs are computed in float32, since key heads are on several ranks
 
     def flops(self, sizes: Sizes, gradient: bool) -> float:
@@ -101,11 +104,11 @@ def slowest(method: str, sizes: Sizes, plan: Plan, machine: Machine, gradient: b
 
 def seconds(method: str, sizes: Sizes, plan: Plan, machine: Machine, gradient: bool) -> float:
     """Of one call on this plan's rank."""
-    return time_of(method, sizes, cost(method, sizes, plan, gradient), _longest(plan), machine, gradient)
+    return time_of(method, sizes, cost(method, sizes, plan, gradient), machine, gradient)
 
 
-def time_of(method: str, sizes: Sizes, found: Cost, longest: int, machine: Machine, gradient: bool) -> float:
-    """Seconds of a rank; longest: the keys of the longest shard."""
+def time_of(method: str, sizes: Sizes, found: Cost, machine: Machine, gradient: bool) -> float:
+    """Seconds of a rank."""
     slowdown = machine.merged_slowdown if method == "ring" and sizes.itemsize < 4 else 1.0
     if method == "ulysses" and found.wide and sizes.itemsize < 4:
         slowdown = machine.merged_slowdown
@@ -115,9 +118,7 @@ def time_of(method: str, sizes: Sizes, found: Cost, longest: int, machine: Machi
     sending = found.sent / machine.bandwidth + found.messages * machine.latency
     if method != "ring":
         return computing + sending
-    # Nothing is computed while the last sums go home.
-    home = sizes.batch * sizes.k_heads * longest * (sizes.head_dim + sizes.value_dim) * sizes.statistics
-    return max(computing, sending) + (home / machine.bandwidth if gradient else 0.0)
+    return max(computing, sending) + found.home / machine.bandwidth
 
 
 def cost(method: str, sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
@@ -139,7 +140,7 @@ def of_causal(method: str, sizes: Sizes, tokens: int, ranks: int, gradient: bool
         sent = block * others * (sizes.itemsize * (1 + gradient) + sizes.statistics * gradient)
         sent += block * sizes.statistics * gradient  # home
         held = 2 * block * (sizes.itemsize + gradient * sizes.statistics)
-        return Cost(sent, others * (1 + 2 * gradient) + gradient, pairs, held)
+        return Cost(sent, others * (1 + 2 * gradient) + gradient, pairs, held, block * sizes.statistics * gradient)
     if method == "gather":
         sent = block * others * (sizes.itemsize * (1 + gradient) + sizes.statistics * gradient)
         held = block * ranks * (sizes.itemsize + gradient * sizes.statistics)
@@ -150,11 +151,14 @@ def of_causal(method: str, sizes: Sizes, tokens: int, ranks: int, gradient: bool
     grads = once + wide * sizes.batch * own * key_heads * both * (sizes.statistics - sizes.itemsize)
     grads += wide * sizes.batch * own * heads * sizes.head_dim * (sizes.statistics - sizes.itemsize)
     sent = others * (once + gradient * grads)
-    return Cost(sent, 2 * others * (1 + gradient), pairs, ranks * once * (1 + gradient), wide)
+    return Cost(sent, 2 * others * (1 + gradient), pairs, ranks * once * (1 + gradient), wide=wide)
 
 
 def _ring(sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
-    rank, ranks, far = plan.rank, plan.ranks, reach(plan)
+    way = route(plan)
+    if way.direct:
+        return _direct(sizes, plan, way, gradient)
+    rank, ranks, far = plan.rank, plan.ranks, way.far
     elements = [_block(sizes, part) for part in plan.of_k]
     sent, messages = 0, 0
     for step in range(ranks):
@@ -168,9 +172,25 @@ def _ring(sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
         if gradient and not step and far[owner] > 0:
             sent += elements[owner] * sizes.statistics
             messages += 1
-    seen = sum(_pairs(plan, plan.of_q[rank], part) for part in plan.of_k)
     held = 2 * max(elements) * (sizes.itemsize + gradient * sizes.statistics)
-    return Cost(sent, messages, seen * sizes.q_heads * sizes.batch, held)
+    home = max(elements) * sizes.statistics * gradient
+    return Cost(sent, messages, _block_pairs(sizes, plan), held, home)
+
+
+def _direct(sizes: Sizes, plan: Plan, way: Route, gradient: bool) -> Cost:
+    given, taken = (
+        [_block(sizes, way.seen[b][a]) for a, b in pairs if a != b]
+        for pairs in ([(plan.rank, r) for r in range(plan.ranks)], [(r, plan.rank) for r in range(plan.ranks)])
+    )
+    sent = sum(given) * sizes.itemsize * (1 + gradient) + sum(taken) * sizes.statistics * gradient
+    messages = sum(map(bool, given)) * (1 + gradient) + sum(map(bool, taken)) * gradient
+    held = 2 * max(taken) * sizes.itemsize + (max(taken) + max(given)) * sizes.statistics * gradient
+    home = max(*given, *taken) * sizes.statistics * gradient
+    return Cost(sent, messages, _block_pairs(sizes, plan), held, home)
+
+
+def _block_pairs(sizes: Sizes, plan: Plan) -> int:
+    return sum(_pairs(plan, plan.of_q[plan.rank], part) for part in plan.of_k) * sizes.q_heads * sizes.batch
 
 
 def _gather(sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
@@ -184,7 +204,7 @@ def _gather(sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
 
 def _ulysses(sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
     whose = [heads_of(rank, plan.ranks, sizes.q_heads, sizes.k_heads) for rank in range(plan.ranks)]
-    queries, keys = (_length(parts[plan.rank]) for parts in (plan.of_q, plan.of_k))
+    queries, keys = (count(parts[plan.rank]) for parts in (plan.of_q, plan.of_k))
     mine, sent = whose[plan.rank], 0
     shared = sum(of_k.past - of_k.first for _, of_k in whose) > sizes.k_heads
     wide = sizes.statistics // sizes.itemsize if shared else 1  # gradients of key heads that several ranks have
@@ -193,30 +213,22 @@ def _ulysses(sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
         if rank == plan.rank:
             continue
         there = (of_q.past - of_q.first) * queries * sizes.head_dim + (of_k.past - of_k.first) * keys * both
-        back = (mine[0].past - mine[0].first) * _length(plan.of_q[rank]) * sizes.value_dim
+        back = (mine[0].past - mine[0].first) * count(plan.of_q[rank]) * sizes.value_dim
         sent += there + back
         if gradient:
-            grads = (mine[0].past - mine[0].first) * _length(plan.of_q[rank]) * sizes.head_dim
-            grads += (mine[1].past - mine[1].first) * _length(plan.of_k[rank]) * both
+            grads = (mine[0].past - mine[0].first) * count(plan.of_q[rank]) * sizes.head_dim
+            grads += (mine[1].past - mine[1].first) * count(plan.of_k[rank]) * both
             sent += grads * wide + (of_q.past - of_q.first) * queries * sizes.value_dim
     total = sizes.batch * sizes.itemsize
     seen = _pairs(plan, (Segment(0, plan.queries),), (Segment(0, plan.keys),))
     heads, key_heads = (of.past - of.first for of in mine)
     held = (heads * plan.queries * both + key_heads * plan.keys * both) * total * (1 + gradient)
-    return Cost(sent * total, 2 * (plan.ranks - 1) * (1 + gradient), seen * heads * sizes.batch, held, shared)
+    return Cost(sent * total, 2 * (plan.ranks - 1) * (1 + gradient), seen * heads * sizes.batch, held, wide=shared)
 
 
 def _block(sizes: Sizes, part: tuple[Segment, ...]) -> int:
     """Elements of keys and values."""
-    return sizes.batch * sizes.k_heads * _length(part) * (sizes.head_dim + sizes.value_dim)
-
-
-def _length(part: tuple[Segment, ...]) -> int:
-    return length_of((part,))
-
-
-def _longest(plan: Plan) -> int:
-    return max(map(_length, plan.of_k))
+    return sizes.batch * sizes.k_heads * count(part) * (sizes.head_dim + sizes.value_dim)
 
 
 def _pairs(plan: Plan, queries: tuple[Segment, ...], keys: tuple[Segment, ...]) -> int:

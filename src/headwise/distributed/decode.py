@@ -49,7 +49,7 @@ def context_parallel_decode(
         }  # fmt: skip
         return Description(same, (k_cache.shape[2] * (1 if block_table is None else block_table.shape[1]),))
 
-    rooms = [room for (room,) in agree(peers, check)]
+    rooms = [room for (room,) in agree(peers, check).lengths]
     # Float32 partials, as in `blocks`.
     dtype = memory.statistics_dtype(q.dtype)
     queries, k, v = ((q[:, :, None] if q.dim() == 3 else q).to(dtype), k_cache.to(dtype), v_cache.to(dtype))

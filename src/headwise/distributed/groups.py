@@ -5,9 +5,11 @@ Every message is sized by what all ranks know beforehand, and empty ones are not
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,6 +37,19 @@ class Description(NamedTuple):
 
     same: Mapping[str, Any]  # needs to be equal on every rank
     lengths: tuple[int, ...]  # its own, of every sharded dimension
+
+
+class Agreed(NamedTuple):
+    """What all ranks know once they have compared their arguments."""
+
+    lengths: list[tuple[int, ...]]  # of every rank
+    call: int  # a number that no other call of the group has
+
+
+_calls = itertools.count()
+_connected: WeakKeyDictionary[dist.ProcessGroup, set[str]] = (
+    WeakKeyDictionary()
+)  # to the kinds of device they were used on
 
 
 def peers_of(op: str, group: Any) -> Peers:
@@ -65,8 +80,8 @@ def answered(peers: Peers, phase: str) -> Iterator[None]:
         ) from error
 
 
-def agree(peers: Peers, check: Callable[[], Description]) -> list[tuple[int, ...]]:
-    """The lengths on every rank, once all of them are known to mean the same call.
+def agree(peers: Peers, check: Callable[[], Description]) -> Agreed:
+    """Returns once all ranks are known to mean the same call.
 
     A rank whose own check fails still takes part, so that nobody waits for it: every rank raises, before any tensor is sent.
     """
@@ -79,24 +94,68 @@ def agree(peers: Peers, check: Callable[[], Description]) -> list[tuple[int, ...
     told = (
         mine and ({"the function": peers.op, **mine.same}, mine.lengths),
         error and f"{type(error).__name__}: {error}",
+        next(_calls),  # that of rank 0 counts
     )
     everyone: list[Any] = [None] * peers.ranks
     with answered(peers, "comparing arguments"):
         dist.all_gather_object(everyone, told, group=peers.group)
     if error is not None:
         raise error
-    for rank, (_, refusal) in enumerate(everyone):
+    for rank, (_, refusal, _) in enumerate(everyone):
         if refusal:
             raise ValueError(f"{peers.op}: rank {rank} refused its arguments, so every rank does: {refusal}")
     first = everyone[0][0][0]
-    for rank, ((same, _), _) in enumerate(everyone):
-        for name, value in same.items():
-            if value != first.get(name):
+    for rank, ((same, _), _, _) in enumerate(everyone):
+        for name in {**first, **same}:
+            if same.get(name) != first.get(name):
                 raise ValueError(
-                    f"{peers.op}: {name} is {first.get(name)!r} on rank 0 and {value!r} on rank {rank}; it needs to be the "
-                    "same on every rank"
+                    f"{peers.op}: {name} is {first.get(name)!r} on rank 0 and {same.get(name)!r} on rank {rank}; it needs "
+                    "to be the same on every rank"
                 )
-    return [lengths for (_, lengths), _ in everyone]
+    return Agreed([lengths for (_, lengths), _, _ in everyone], everyone[0][2])
+
+
+def connect(peers: Peers, device: torch.device) -> None:
+    """Before the first messages between some ranks only: NCCL needs a collective of all of them first, on this device.
+
+    The comparison of arguments does not count: it may have gone over gloo, in a group that has a backend for each device.
+    """
+    kinds = _connected.setdefault(peers.group, set())
+    if device.type not in kinds:
+        with answered(peers, "connecting"):
+            dist.all_reduce(torch.zeros(1, device=device), group=peers.group)
+        kinds.add(device.type)
+
+
+def same_backward(peers: Peers, call: int, device: torch.device, part: int = 0) -> None:
+    """All ranks need to be in the backward of one call, and in one part of it: those of two calls may exchange messages of
+    the same sizes, and every number would be wrong in silence.
+
+    On a GPU nothing waits for the answer: where calls differ, the assertion fails there.
+    """
+    if peers.ranks == 1:
+        return
+    mine = torch.tensor([call, part], device=device)
+    told = [torch.empty_like(mine) for _ in range(peers.ranks)]
+    with answered(peers, "comparing calls, backward"):
+        dist.all_gather(told, mine, group=peers.group)
+    same = (torch.stack(told) == mine).all()
+    if device.type != "cpu":
+        torch._assert_async(same)
+    elif not same:
+        raise ValueError(
+            f"{peers.op}: the ranks are in the backward of calls {[int(x[0]) for x in told]}; every rank needs to call "
+            "backward in the same order"
+        )
+
+
+def fingerprint(x: Tensor | None) -> tuple[Any, ...] | None:
+    """Of ints that all ranks need to hold alike: shape, dtype, and a number that other values would hardly give."""
+    if x is None:
+        return None
+    flat = x.detach().reshape(-1).long()
+    places = torch.arange(1, flat.numel() + 1, device=x.device)
+    return tuple(x.shape), str(x.dtype), int(((flat + 1) * (places * 0x9E3779B1 + 1)).sum())
 
 
 def flag_values(flags: Flags) -> dict[str, Any]:
@@ -166,7 +225,7 @@ class Exchange:
         self._add(dist.isend, x, rank)
 
     def receive(self, like: Tensor, size: int, rank: int) -> Tensor:
-        x = like.new_zeros(size)
+        x = like.new_empty(size)
         self._add(dist.irecv, x, rank)
         return x
 

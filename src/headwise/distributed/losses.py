@@ -1,26 +1,40 @@
 """Cross entropy with the vocabulary sharded over ranks, of logits or of a linear layer whose logits never exist as a whole.
 
-With z = c tanh(x / c) where a soft cap c is given (else z = x), over all V classes:
+With z = c tanh(x / c) where a soft cap c is given (else z = x), over all V classes, and p_v = exp(z_v - lse):
 
     lse  = log sum_r exp(lse_r)        loss = (1 - a) (lse - z_t) + a (lse - sum_v z_v / V) + b lse²
-    dz_v = g (exp(z_v - lse) (1 + 2 b lse) - a / V - (1 - a) [v = t])        dx_v = dz_v (1 - (z_v / c)²)
+    logprob = z_t - lse                entropy = sum_r exp(lse_r - lse) (entropy_r + lse - lse_r)
+    dz_v = g (p_v (1 + 2 b lse) - a / V - (1 - a) [v = t]) + g_logprob ([v = t] - p_v) - g_entropy p_v (z_v - lse + entropy)
+    dx_v = dz_v (1 - (z_v / c)²)
 
 Two numbers per row and rank are exchanged: the log-sum-exp of the rank's classes, and the target's logit from the rank that
-has it; with label smoothing (a) a third, the sum of the rank's logits. The gradient of a rank's logits needs nothing more.
+has it; with label smoothing (a) one more, the sum of the rank's logits, and with entropies the entropy of the distribution
+over the rank's classes alone (no term of the whole one is negative, so nothing cancels). The gradient of a rank's logits
+needs nothing more.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headwise import layout
-from headwise.distributed.groups import Description, Group, Peers, agree, gather, peers_of, sum_parts
+from headwise.distributed.groups import (
+    Description,
+    Group,
+    Peers,
+    agree,
+    fingerprint,
+    gather,
+    peers_of,
+    same_backward,
+    sum_parts,
+)  # fmt: skip
 from headwise.ops import _checks
 from headwise.ops.cross_entropy import check_options
 
@@ -28,15 +42,33 @@ LOGITS, LINEAR = "vocabulary_parallel_cross_entropy", "vocabulary_parallel_linea
 CHUNK = 2**22  # logits that are float32 at one time
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # ranks talk about the call before it runs: a graph ends here
+@overload
 def vocabulary_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, group: Group, *, ignore_index: int = -100, reduction: str = "mean",
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-) -> Tensor:  # fmt: skip
+    return_logprobs: Literal[False] = False, return_entropy: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def vocabulary_parallel_cross_entropy(
+    logits: Tensor, targets: Tensor, group: Group, *, ignore_index: int = -100, reduction: str = "mean",
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, return_logprobs: bool = False,
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # ranks talk about the call before it runs: a graph ends here
+def vocabulary_parallel_cross_entropy(
+    logits: Tensor, targets: Tensor, group: Group, *, ignore_index: int = -100, reduction: str = "mean",
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, return_logprobs: bool = False,
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`cross_entropy` of logits whose last dimension is sharded over ranks: the same loss on every rank.
 
     logits   ``(..., V_local)``: the classes that follow those of the ranks before; V_local may differ between ranks
     targets  ``(...,)``, classes of the whole vocabulary, the same on every rank
+    return_logprobs, return_entropy   add these per token, in this order, as `linear_cross_entropy` does
     other    as in `cross_entropy`
 
     The gradient of the logits is that of this one loss, which all ranks hold: a hidden state that every rank multiplied
@@ -50,24 +82,41 @@ def vocabulary_parallel_cross_entropy(
         return {"dtype": str(logits.dtype), "gradient": logits.requires_grad}
 
     options = ignore_index, reduction, label_smoothing, z_loss, softcap
-    classes = _classes(LOGITS, group, check, lambda: logits.shape[-1], targets, options)
+    asked = return_logprobs, return_entropy
+    classes = _classes(LOGITS, group, check, lambda: logits.shape[-1], targets, options, asked)
     rows = logits.reshape(-1, logits.shape[-1])
-    losses: Tensor = _Loss.apply(rows, targets.reshape(-1).long(), classes)
-    return _reduced(losses, targets, None, ignore_index, reduction)
+    found = _Loss.apply(rows, targets.reshape(-1).long(), classes)
+    return _results(found, targets, None, ignore_index, reduction, asked)
+
+
+@overload
+def vocabulary_parallel_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, group: Group, *, ignore_index: int = -100, reduction: str = "mean",
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, bias: Tensor | None = None,
+    token_weights: Tensor | None = None, return_logprobs: Literal[False] = False, return_entropy: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def vocabulary_parallel_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, group: Group, *, ignore_index: int = -100, reduction: str = "mean",
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, bias: Tensor | None = None,
+    token_weights: Tensor | None = None, return_logprobs: bool = False, return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def vocabulary_parallel_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, group: Group, *, ignore_index: int = -100, reduction: str = "mean",
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, bias: Tensor | None = None,
-    token_weights: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    token_weights: Tensor | None = None, return_logprobs: bool = False, return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`linear_cross_entropy` with the rows of the weight sharded over ranks: the same loss on every rank.
 
     hidden         ``(..., H)``, the same on every rank
     weight, bias   ``(V_local, H)``, ``(V_local,)``: the classes that follow those of the ranks before
     targets        ``(...,)``, and token_weights ``(...,)`` if given: the same on every rank
-    other          as in `linear_cross_entropy`
+    other          as in `linear_cross_entropy`, return_logprobs and return_entropy too
 
     The gradient of hidden is summed over ranks here, so it is the whole one on every rank; those of weight and bias belong
     to this rank's classes. The logits are made in chunks of rows, in float32, forward and again backward. Differentiable
@@ -86,9 +135,10 @@ def vocabulary_parallel_linear_cross_entropy(
         if token_weights is not None:
             _checks.floating(LINEAR, "token_weights", token_weights)
             _checks.shape(LINEAR, "token_weights", token_weights, targets.shape, "the shape of targets")
-            if token_weights.requires_grad:
-                raise NotImplementedError(
-                    f"{LINEAR}: token_weights requires a gradient, and there is none across ranks"
+            if token_weights.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"{LINEAR}: token_weights requires a gradient; it needs to be a constant (token_weights.detach()). For "
+                    'its gradient, multiply the losses of reduction="none" by it'
                 )
         _check_targets(LINEAR, "hidden", hidden, targets)
         needed = tuple(x is not None and x.requires_grad for x in (hidden, weight, bias))
@@ -96,10 +146,32 @@ def vocabulary_parallel_linear_cross_entropy(
         return {"dtype": str(hidden.dtype), "H": hidden.shape[-1], "gradient": needed, "token_weights": weighted}
 
     options = ignore_index, reduction, label_smoothing, z_loss, softcap
-    classes = _classes(LINEAR, group, check, lambda: weight.shape[0], targets, options)
+    asked = return_logprobs, return_entropy
+    classes = _classes(LINEAR, group, check, lambda: weight.shape[0], targets, options, asked)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    losses: Tensor = _LinearLoss.apply(rows, weight, bias, targets.reshape(-1).long(), classes)
-    return _reduced(losses, targets, token_weights, ignore_index, reduction)
+    found = _LinearLoss.apply(rows, weight, bias, targets.reshape(-1).long(), classes)
+    return _results(found, targets, token_weights, ignore_index, reduction, asked)
+
+
+class _Merged(NamedTuple):
+    """Of every row, over all ranks."""
+
+    loss: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+    outside: Tensor  # whether its target is no class
+
+
+class _Grads(NamedTuple):
+    """Of a row's results."""
+
+    loss: Tensor
+    logprobs: Tensor | None
+    entropy: Tensor | None
+
+    def at(self, rows: slice) -> _Grads:
+        return _Grads(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
 
 class _Classes(NamedTuple):
@@ -109,6 +181,8 @@ class _Classes(NamedTuple):
     smoothing: float
     z_loss: float
     softcap: float | None
+    entropy: bool
+    call: int
 
     @property
     def width(self) -> int:
@@ -126,35 +200,62 @@ class _Classes(NamedTuple):
     def numbers(self, z: Tensor, targets: Tensor) -> list[Tensor]:
         """What the others need of a rank's logits z ``(n, V_local)``."""
         here, own = self.local(targets)
-        found = torch.where(here, z.gather(1, own[:, None])[:, 0], 0.0)
-        return [z.logsumexp(-1), found, *([z.sum(-1)] if self.smoothing else [])]
+        lse, found = z.logsumexp(-1), torch.where(here, z.gather(1, own[:, None])[:, 0], 0.0)
+        summed = [z.sum(-1)] if self.smoothing else []
+        return [lse, found, *summed, *([_entropy_of(z, lse)] if self.entropy else [])]
 
-    def losses(self, mine: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss and the lse of every row, and where a target is no class, from the numbers ``(2 or 3, n)``."""
+    def merged(self, mine: Tensor, targets: Tensor) -> _Merged:
+        """From the numbers ``(2 to 4, n)``."""
         parts = gather(self.peers, mine.reshape(-1), [mine.numel()] * self.peers.ranks, "merging parts")
         everyone = torch.stack(parts).view(-1, *mine.shape)
-        lse = everyone[:, 0].logsumexp(0)
-        loss = (1 - self.smoothing) * (lse - everyone[:, 1].sum(0))
+        lses = everyone[:, 0]
+        lse = lses.logsumexp(0)
+        logprobs = everyone[:, 1].sum(0) - lse
+        loss = (self.smoothing - 1) * logprobs
         if self.smoothing:
             loss = loss + self.smoothing * (lse - everyone[:, 2].sum(0) / sum(self.widths))
         if self.z_loss:
             loss = loss + self.z_loss * lse.square()
         ignored = targets == self.ignore_index
         outside = ((targets < 0) | (targets >= sum(self.widths))) & ~ignored
-        return loss.masked_fill(outside, torch.nan).masked_fill(ignored, 0.0), lse, outside
 
-    def gradient(self, z: Tensor, lse: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+        def marked(x: Tensor) -> Tensor:
+            return x.masked_fill(outside, torch.nan).masked_fill(ignored, 0.0)
+
+        entropy = None
+        if self.entropy:
+            behind = (lse - lses).masked_fill(lses == -torch.inf, 0.0)  # a rank without any probability
+            entropy = marked(((lses - lse).exp() * (everyone[:, -1] + behind)).sum(0))
+        return _Merged(marked(loss), marked(logprobs), entropy, lse, outside)
+
+    def gradient(self, z: Tensor, lse: Tensor, entropy: Tensor | None, targets: Tensor, grads: _Grads) -> Tensor:
         """Of a rank's logits before the soft cap, in place of the capped ones z."""
         here, own = self.local(targets)
-        share = 1.0 if self.softcap is None else 1 - (z / self.softcap).square()
-        dz = z.sub_(lse[:, None]).exp_()
-        if self.z_loss:
-            dz *= (1 + 2 * self.z_loss * lse)[:, None]
+        share = None if self.softcap is None else 1 - (z / self.softcap).square()
+        of_p, of_target = grads.loss * (1 + 2 * self.z_loss * lse), (self.smoothing - 1) * grads.loss
+        if grads.logprobs is not None:
+            of_p, of_target = of_p - grads.logprobs, of_target + grads.logprobs
+        dz = z.sub_(lse[:, None])
+        if grads.entropy is None or entropy is None:
+            dz = dz.exp_().mul_(of_p[:, None])
+        else:
+            p = dz.exp()
+            dz.add_(entropy[:, None]).mul_(-grads.entropy[:, None]).add_(of_p[:, None]).mul_(p)
+            dz.masked_fill_(p == 0, 0.0)  # not 0 times infinity
         if self.smoothing:
-            dz -= self.smoothing / sum(self.widths)
-        dz.scatter_add_(1, own[:, None], (self.smoothing - 1) * here[:, None].to(dz.dtype))
-        dz *= weight[:, None] * share
+            dz -= (self.smoothing / sum(self.widths) * grads.loss)[:, None]
+        dz.scatter_add_(1, own[:, None], (of_target * here)[:, None])
+        if share is not None:
+            dz *= share
         return dz.masked_fill_((targets == self.ignore_index)[:, None], 0.0)
+
+
+def _entropy_of(z: Tensor, lse: Tensor) -> Tensor:
+    """Of the distribution over a rank's classes alone; 0 where none has any probability."""
+    logs = z - lse[:, None]
+    return (
+        -(logs.exp() * logs.masked_fill(~logs.isfinite(), 0.0)).masked_fill((lse == -torch.inf)[:, None], 0.0).sum(-1)
+    )
 
 
 def _check_targets(op: str, name: str, x: Tensor, targets: Tensor) -> None:
@@ -165,7 +266,7 @@ def _check_targets(op: str, name: str, x: Tensor, targets: Tensor) -> None:
 
 def _classes(
     op: str, group: Group, check: Callable[[], dict[str, Any]], width: Callable[[], int], targets: Tensor,
-    options: tuple[int, str, float, float, float | None],
+    options: tuple[int, str, float, float, float | None], asked: tuple[bool, bool],
 ) -> _Classes:  # fmt: skip
     peers = peers_of(op, group)
 
@@ -174,13 +275,33 @@ def _classes(
         if width() == 0:
             raise ValueError(f"{op}: this rank has no class; it needs at least one class per rank")
         check_options(op, *options)
-        names = ("ignore_index", "reduction", "label_smoothing", "z_loss", "softcap")
-        same |= dict(zip(names, options, strict=True)) | {"shape of targets": tuple(targets.shape)}
+        names = (
+            "ignore_index",
+            "reduction",
+            "label_smoothing",
+            "z_loss",
+            "softcap",
+            "return_logprobs",
+            "return_entropy",
+        )
+        for name, value in zip(names[-2:], asked, strict=True):
+            _checks.boolean(op, name, value)
+        same |= dict(zip(names, (*options, *asked), strict=True)) | {"fingerprint of targets": fingerprint(targets)}
         return Description(same | {"device": targets.device.type}, (width(),))
 
-    widths = tuple(found for (found,) in agree(peers, describe))
+    lengths, number = agree(peers, describe)
+    widths = tuple(found for (found,) in lengths)
     ignore_index, _, smoothing, z_loss, softcap = options
-    return _Classes(peers, widths, ignore_index, smoothing, z_loss, softcap)
+    return _Classes(peers, widths, ignore_index, smoothing, z_loss, softcap, asked[1], number)
+
+
+def _results(
+    found: tuple[Tensor, Tensor, Tensor | None], targets: Tensor, token_weights: Tensor | None, ignore_index: int,
+    reduction: str, asked: tuple[bool, bool],
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    loss = _reduced(found[0], targets, token_weights, ignore_index, reduction)
+    per_token = [x.view(targets.shape) for x, wanted in zip(found[1:], asked, strict=True) if wanted and x is not None]
+    return (loss, *per_token) if per_token else loss
 
 
 def _reduced(
@@ -206,60 +327,70 @@ def _chunks(count: int, width: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, count, step))
 
 
+def _kept(ctx: Any, merged: _Merged, classes: _Classes, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What the backward needs, kept; what the forward returns."""
+    ctx.save_for_backward(*inputs, merged.lse, merged.entropy, merged.outside)
+    ctx.classes = classes
+    ctx.set_materialize_grads(False)
+    return merged.loss, merged.logprobs, merged.entropy
+
+
+def _given(outside: Tensor, lse: Tensor, grads: tuple[Tensor | None, ...]) -> _Grads:
+    loss, *others = (None if x is None else x.masked_fill(outside, torch.nan) for x in grads)
+    return _Grads(torch.zeros_like(lse) if loss is None else loss, *others)
+
+
 class _Loss(torch.autograd.Function):
-    """The loss of every row (N,) of logits (N, V_local)."""
+    """The loss, log-probability and entropy of every row (N,) of logits (N, V_local)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, classes: _Classes) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, classes: _Classes) -> tuple[Tensor | None, ...]:
         mine = _empty_numbers(logits, classes)
         for rows in _chunks(*logits.shape):
             z = classes.capped(logits[rows].to(mine.dtype))
             mine[:, rows] = torch.stack(classes.numbers(z, targets[rows]))
-        loss, lse, outside = classes.losses(mine, targets)
-        ctx.save_for_backward(logits, targets, lse, outside)
-        ctx.classes = classes
-        return loss
+        return _kept(ctx, classes.merged(mine, targets), classes, logits, targets)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, lse, outside = ctx.saved_tensors
-        weight, found = grad.masked_fill(outside, torch.nan), torch.empty_like(logits)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, targets, lse, entropy, outside = ctx.saved_tensors
+        given, found = _given(outside, lse, grads), torch.empty_like(logits)
         for rows in _chunks(*logits.shape):
             z = ctx.classes.capped(logits[rows].to(lse.dtype, copy=True))
-            found[rows] = ctx.classes.gradient(z, lse[rows], targets[rows], weight[rows]).to(logits.dtype)
+            of_rows = None if entropy is None else entropy[rows]
+            found[rows] = ctx.classes.gradient(z, lse[rows], of_rows, targets[rows], given.at(rows)).to(logits.dtype)
         return found, None, None
 
 
 class _LinearLoss(torch.autograd.Function):
-    """The loss of every row (N,) of hidden (N, H) with weight (V_local, H)."""
+    """The same of hidden (N, H) with weight (V_local, H)."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, classes: _Classes
-    ) -> Tensor:
+    ) -> tuple[Tensor | None, ...]:
         mine, operand = _empty_numbers(hidden, classes), _operand(weight)
         for rows in _chunks(hidden.shape[0], classes.width):
             z = classes.capped(_logits(hidden[rows], operand, bias))
             mine[:, rows] = torch.stack(classes.numbers(z, targets[rows]))
-        loss, lse, outside = classes.losses(mine, targets)
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, outside)
-        ctx.classes = classes
-        return loss
+        return _kept(ctx, classes.merged(mine, targets), classes, hidden, weight, bias, targets)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, lse, outside = ctx.saved_tensors
-        classes, operand = ctx.classes, _operand(weight)
-        given = grad.masked_fill(outside, torch.nan)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, lse, entropy, outside = ctx.saved_tensors
+        classes, operand, given = ctx.classes, _operand(weight), _given(outside, lse, grads)
+        if ctx.needs_input_grad[0]:
+            same_backward(classes.peers, classes.call, hidden.device)
         # What an ignored row holds reaches nothing, not even as NaN times zero.
         hidden = hidden.masked_fill((targets == classes.ignore_index)[:, None], 0.0)
         dhidden = torch.zeros_like(hidden, dtype=lse.dtype)
         dweight, dbias = torch.zeros_like(weight, dtype=lse.dtype), weight.new_zeros(weight.shape[0], dtype=lse.dtype)
         for rows in _chunks(hidden.shape[0], classes.width):
             z = classes.capped(_logits(hidden[rows], operand, bias))
-            dx = classes.gradient(z, lse[rows], targets[rows], given[rows])
+            of_rows = None if entropy is None else entropy[rows]
+            dx = classes.gradient(z, lse[rows], of_rows, targets[rows], given.at(rows))
             dbias += dx.sum(0)
             dx = dx.to(operand.dtype)
             dhidden[rows] = _product(dx, operand)
@@ -271,7 +402,8 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _empty_numbers(x: Tensor, classes: _Classes) -> Tensor:
-    return x.new_empty(3 if classes.smoothing else 2, x.shape[0], dtype=layout.statistics_dtype(x.dtype))
+    count = 2 + bool(classes.smoothing) + classes.entropy
+    return x.new_empty(count, x.shape[0], dtype=layout.statistics_dtype(x.dtype))
 
 
 def _operand(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ are then each rank's part, and `sum_gradients` makes them whole.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from headwise.distributed.attention import context_parallel_attention
-from headwise.distributed.groups import Group, Peers, answered, peers_of
+from headwise.distributed.groups import Description, Group, Peers, agree, answered, fingerprint, peers_of
 from headwise.distributed.shards import segments, shard_positions, taken
 from headwise.nn import Attention, Packing
 
@@ -30,6 +30,11 @@ class Sharding:
         self.group, self.layout, self.method, self.averaged = group, layout, method, averaged
         self.peers = peers_of(OP, group)
         self.attend = functools.partial(context_parallel_attention, group=group, method=method, layout=layout)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def same_batch(self, check: Callable[[], dict[str, Tensor | None]]) -> None:
+        """All ranks are called with the same ints, which ``check`` gives by their names, or ``check`` raises: all do."""
+        agree(self.peers, lambda: Description({name: fingerprint(x) for name, x in check().items()}, ()))
 
     def cut(self, x: Tensor, dim: int) -> Tensor:
         return taken(x, segments(x.shape[dim], self.peers.rank, self.peers.ranks, self.layout), dim)
@@ -86,22 +91,29 @@ def context_parallel(
     def before(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if len(args) > 2:
-            raise TypeError(
-                f"{OP}: the model is called with {len(args)} positional arguments; it needs ids and targets"
-            )
         given = dict(zip(("ids", "targets"), args, strict=False)) | kwargs
-        for name in ("cache", "lengths"):
-            if given.get(name) is not None:
-                raise NotImplementedError(f"{OP}: {name} is given, and it is not there across ranks")
-        ids, targets, packing = given["ids"], given.get("targets"), given.get("packing")
-        counts.clear()
-        if targets is not None:
+
+        def check() -> dict[str, Tensor | None]:
+            if len(args) > 2:
+                raise TypeError(
+                    f"{OP}: the model is called with {len(args)} positional arguments; it needs ids and targets"
+                )
+            for name in ("cache", "lengths"):
+                if given.get(name) is not None:
+                    raise NotImplementedError(f"{OP}: {name} is given, and it is not there across ranks")
             reduction = getattr(getattr(model, "loss", None), "reduction", "mean")
-            if reduction != "mean":
+            if given.get("targets") is not None and reduction != "mean":
                 raise NotImplementedError(
                     f"{OP}: the model's loss has reduction {reduction!r}; across ranks it needs 'mean'"
                 )
+            offsets = None if given.get("packing") is None else given["packing"].cu_seqlens
+            ints = {name: given.get(name) for name in ("ids", "targets", "positions")}
+            return {f"fingerprint of {name}": x for name, x in (ints | {"packing": offsets}).items()}
+
+        sharding.same_batch(check)
+        ids, targets, packing = given["ids"], given.get("targets"), given.get("packing")
+        counts.clear()
+        if targets is not None:
             real = targets != getattr(getattr(model, "loss", None), "ignore_index", -100)
             counts.append(sharding.cut(real, -1).sum() / real.sum().clamp(min=1))
             given["targets"] = sharding.cut(targets, -1)
@@ -131,7 +143,10 @@ def context_parallel(
 def sum_gradients(model: nn.Module, group: Group) -> None:
     """Every parameter's gradient becomes its sum over the ranks. Without one on any rank it stays None."""
     peers = peers_of("sum_gradients", group)
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    same = {f"shape and dtype of {name}": (tuple(p.shape), str(p.dtype)) for name, p in named.items()}
+    agree(peers, lambda: Description(same, ()))
+    parameters = list(named.values())
     if not parameters:
         return
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32

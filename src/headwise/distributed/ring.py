@@ -2,11 +2,12 @@
 
 ring    the blocks of keys and values go round, one rank further at each step, the next on its way while one is computed;
         partial results are merged by their log-sum-exp (Liu et al., "Ring Attention with Blockwise Transformers", 2023).
-        A block goes no further than the last rank that sees any of it.
+        Where that sends less, under windows and documents, each rank gets what it sees straight from its owner (`routes`).
 gather  every rank gets all keys and values at once: fewer, larger messages, more memory, and nothing to merge.
 
-In the backward the gradients of a block travel with it, in float32, and go home from the last rank that sees it; under
-gather they are summed by a reduce-scatter. What is summed comes from float32 kernels: rounded parts may cancel.
+In the backward the gradients of a block travel with it, in float32, and go home from the last rank that sees it, or straight
+home from every rank that sees some of it; under gather they are summed by a reduce-scatter. What is summed comes from
+float32 kernels: rounded parts may cancel.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headwise import layout as memory
-from headwise.distributed.blocks import Gradients, Options, Partial, Plan, Scores, pieces, reach
-from headwise.distributed.groups import Exchange, Peers, gather, sum_parts
+from headwise.distributed.blocks import Gradients, Options, Partial, Plan, Scores, pieces
+from headwise.distributed.groups import Exchange, Peers, connect, gather, same_backward, sum_parts
+from headwise.distributed.routes import Segments, columns_of, count, route
 from headwise.distributed.shards import Segment, place, taken
 
 
@@ -29,6 +31,7 @@ class Call(NamedTuple):
     plan: Plan
     options: Options
     method: str
+    number: int  # of the call, the same on every rank
 
     @property
     def merges(self) -> bool:
@@ -69,11 +72,15 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, mask, bias, sink, out, lse = ctx.saved_tensors
         call = ctx.call
+        same_backward(call.peers, call.number, q.device)
         gradients = Gradients(
             q, out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, Scores(mask, bias),
             call.options, ctx.needs_input_grad[4], call.plan.ranks > 1,
         )  # fmt: skip
-        run = _ring_backward if call.method == "ring" else _gather_backward
+        if call.method == "ring":
+            run = _direct_backward if route(call.plan).direct else _ring_backward
+        else:
+            run = _gather_backward
         dk, dv = _parted(run(call, k, v, gradients), k, v)
         dsink = gradients.of_sink(sink) if sink is not None and ctx.needs_input_grad[5] else None
         dbias = None if gradients.dbias is None else gradients.dbias.to(bias.dtype)
@@ -97,8 +104,13 @@ def _parted(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return of_k.view(batch, heads, length, head_dim), of_v.view(batch, heads, length, value_dim)
 
 
+def _of_key(k: Tensor, v: Tensor) -> int:
+    """Elements of one position."""
+    return k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
+
+
 def _block_sizes(call: Call, k: Tensor, v: Tensor) -> list[int]:
-    return [k.shape[0] * k.shape[1] * length * (k.shape[3] + v.shape[3]) for length in call.key_lengths]
+    return [_of_key(k, v) * length for length in call.key_lengths]
 
 
 def _blocks(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[tuple[Segment, ...], Tensor]]:
@@ -106,8 +118,10 @@ def _blocks(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[tuple[Segment, .
     if not call.merges:
         yield (Segment(0, call.plan.keys),), _gathered(call, k, v)
         return
-    for owner, block in _ring(call, k, v, "forward"):
-        yield call.plan.of_k[owner], block
+    connect(call.peers, k.device)
+    arriving = _direct if route(call.plan).direct else _ring
+    for _, keys, block in arriving(call, k, v, "forward"):
+        yield keys, block
 
 
 def _gathered(call: Call, k: Tensor, v: Tensor) -> Tensor:
@@ -120,12 +134,12 @@ def _gathered(call: Call, k: Tensor, v: Tensor) -> Tensor:
     return whole
 
 
-def _ring(call: Call, k: Tensor, v: Tensor, direction: str) -> Iterator[tuple[int, Tensor]]:
-    """The owner and the block of every step; a block sets out for the next rank before it is given to the caller.
+def _ring(call: Call, k: Tensor, v: Tensor, direction: str) -> Iterator[tuple[int, Segments, Tensor]]:
+    """The owner, the keys and the block of every step; a block sets out for the next rank before it is given to the caller.
 
     A block that nobody from here on sees does not arrive: it is empty, and `pieces` has nothing to do with it.
     """
-    rank, ranks, far, sizes = call.plan.rank, call.plan.ranks, reach(call.plan), _block_sizes(call, k, v)
+    rank, ranks, far, sizes = call.plan.rank, call.plan.ranks, route(call.plan).far, _block_sizes(call, k, v)
     block = _joined(k, v)
     for step in range(ranks):
         owner, coming = (rank - step) % ranks, (rank - step - 1) % ranks
@@ -136,20 +150,38 @@ def _ring(call: Call, k: Tensor, v: Tensor, direction: str) -> Iterator[tuple[in
         if far[coming] > step:
             following = exchange.receive(block, sizes[coming], rank - 1)
         exchange.start()
-        yield owner, block
+        yield owner, call.plan.of_k[owner], block
         exchange.wait()
         block = following
 
 
+def _direct(call: Call, k: Tensor, v: Tensor, direction: str) -> Iterator[tuple[int, Segments, Tensor]]:
+    """As `_ring`, but at step s a rank gets from the rank that is s behind it what it sees of its keys, and no other."""
+    rank, ranks, of_key, way = call.plan.rank, call.plan.ranks, _of_key(k, v), route(call.plan)
+    keys, block = call.plan.of_k[rank], _joined(k, v)
+    for step in range(ranks):
+        exchange = Exchange(call.peers, f"step {step + 1} of {ranks} of direct sends, {direction}")
+        following, ahead, behind = block.new_empty(0), (rank + step + 1) % ranks, (rank - step - 1) % ranks
+        if ahead != rank:
+            seen = columns_of(call.plan.of_k[rank], way.seen[ahead][rank])
+            if seen:
+                exchange.send(_joined(taken(k, seen, 2), taken(v, seen, 2)), ahead)
+            following = exchange.receive(block, of_key * way.sent(behind, rank), behind)
+        exchange.start()
+        yield (rank - step) % ranks, keys, block
+        exchange.wait()
+        keys, block = way.seen[rank][behind], following
+
+
 def _ring_backward(call: Call, k: Tensor, v: Tensor, gradients: Gradients) -> Tensor:
     """The gradient of this rank's block. Each rank adds its term to what comes with a block and passes the sum on."""
-    rank, ranks, far, sizes = call.plan.rank, call.plan.ranks, reach(call.plan), _block_sizes(call, k, v)
+    rank, ranks, far, sizes = call.plan.rank, call.plan.ranks, route(call.plan).far, _block_sizes(call, k, v)
     queries, nothing = call.plan.of_q[rank], gradients.dq.new_zeros(0)
     exchange, arriving, home = Exchange(call.peers, ""), nothing, nothing
-    for step, (owner, block) in enumerate(_ring(call, k, v, "backward")):
+    for step, (owner, keys, block) in enumerate(_ring(call, k, v, "backward")):
         here = far[owner] >= step
         own = nothing.new_zeros(sizes[owner] if here else 0)
-        todo = pieces(call.plan, queries, call.plan.of_k[owner])
+        todo = pieces(call.plan, queries, keys)
         if here:
             gradients.add(todo, *_parted(block, k, v), *_parted(own, k, v))
         exchange.wait()
@@ -169,6 +201,37 @@ def _ring_backward(call: Call, k: Tensor, v: Tensor, gradients: Gradients) -> Te
         exchange.start()
     exchange.wait()
     return home
+
+
+def _direct_backward(call: Call, k: Tensor, v: Tensor, gradients: Gradients) -> Tensor:
+    """Terms go straight to the owner of the keys, who adds them in the order of the steps."""
+    rank, ranks, of_key, way = call.plan.rank, call.plan.ranks, _of_key(k, v), route(call.plan)
+    mine, queries = call.plan.of_k[rank], call.plan.of_q[rank]
+    home = gradients.dq.new_zeros(of_key * count(mine))
+    exchange, arriving, columns = Exchange(call.peers, ""), home[:0], mine[:0]
+    for step, (owner, keys, block) in enumerate(_direct(call, k, v, "backward")):
+        own = home.new_zeros(block.numel()) if step else home
+        gradients.add(pieces(call.plan, queries, keys), *_parted(block, k, v), *_parted(own, k, v))
+        exchange.wait()
+        _add_columns(_parted(home, k, v), _parted(arriving, k, v), columns)
+        exchange = Exchange(call.peers, f"step {step + 1} of {ranks} of direct sends of gradients")
+        if step:
+            exchange.send(own, owner)
+            sender = (rank + step) % ranks
+            columns = columns_of(mine, way.seen[sender][rank])
+            arriving = exchange.receive(home, of_key * count(columns), sender)
+        exchange.start()
+    exchange.wait()
+    _add_columns(_parted(home, k, v), _parted(arriving, k, v), columns)
+    return home
+
+
+def _add_columns(totals: tuple[Tensor, ...], terms: tuple[Tensor, ...], columns: Segments) -> None:
+    for total, term in zip(totals, terms, strict=True):
+        column = 0
+        for start, stop in columns:
+            total[:, :, start:stop] += term[:, :, column : column + stop - start]
+            column += stop - start
 
 
 def _gather_backward(call: Call, k: Tensor, v: Tensor, gradients: Gradients) -> Tensor:

@@ -97,7 +97,7 @@ def unshard(x: Tensor, group: Group, *, dim: int = -1, layout: str = "zigzag") -
         same = {"dim": axis, "layout": layout, "dtype of x": str(x.dtype), "shape of x beside dim": rest}
         return Description(same, (x.shape[axis],))
 
-    lengths = [length for (length,) in agree(peers, check)]
+    lengths = [length for (length,) in agree(peers, check).lengths]
     return joined(peers, x.detach(), parts_of(op, "x", lengths, layout), dim % x.dim())
 
 

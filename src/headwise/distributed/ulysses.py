@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headwise import layout as memory
-from headwise.distributed.groups import Peers, exchange
+from headwise.distributed.groups import Peers, exchange, same_backward
 from headwise.distributed.ring import Call
 from headwise.distributed.shards import Parts, joined, place, taken
 from headwise.ops.attention import attention, attention_varlen
@@ -58,7 +58,7 @@ def attend(
     mine, keys = whose[peers.rank]
     there = [(of_q, of_k, of_k) for of_q, of_k in whose]
     dtype, shared = q.dtype, sum(of_k.past - of_k.first for _, of_k in whose) > k_heads
-    q, k, v = _Exchange.apply(peers, there, (plan.of_q, plan.of_k, plan.of_k), True, q, k, v)
+    q, k, v = _Exchange.apply(call, 0, there, (plan.of_q, plan.of_k, plan.of_k), True, q, k, v)
     if shared:
         sink = None if sink is None else sink.to(q.dtype)
     scores: dict[str, Tensor] = {}
@@ -66,7 +66,7 @@ def attend(
         if x is not None:
             if name == "bias":  # its gradient is summed over ranks
                 x = x.to(memory.statistics_dtype(x.dtype))
-            whole = _Rows.apply(x, peers, plan.of_q) if sharded[name] else x
+            whole = _Rows.apply(x, call) if sharded[name] else x
             scores[name] = whole[:, mine.first : mine.past] if whole.shape[1] > 1 else whole
     own_sink = None if sink is None else sink[mine.first : mine.past]
     flags = {**call.options._asdict(), "window": (plan.left, plan.right)}
@@ -89,11 +89,11 @@ def attend(
     out = out.to(dtype)
     back = [of_q for of_q, _ in whose]
     if not return_lse:
-        (found,) = _Exchange.apply(peers, [(of_q,) for of_q in back], (plan.of_q,), False, out)
+        (found,) = _Exchange.apply(call, 1, [(of_q,) for of_q in back], (plan.of_q,), False, out)
         return found, None
     lse = torch.cat(lses, 1) if lses else out[..., 0].to(memory.statistics_dtype(out.dtype))
     there = [(of_q, of_q) for of_q in back]  # type: ignore[misc]
-    lse, found = _Exchange.apply(peers, there, (plan.of_q, plan.of_q), False, lse[..., None], out)
+    lse, found = _Exchange.apply(call, 1, there, (plan.of_q, plan.of_q), False, lse[..., None], out)
     return found, lse[..., 0]
 
 
@@ -116,13 +116,14 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, peers: Peers, whose: Sequence[tuple[Heads, ...]], parts: tuple[Parts, ...], to_heads: bool, *xs: Tensor
+        ctx: Any, call: Call, turn: int, whose: Sequence[tuple[Heads, ...]], parts: tuple[Parts, ...], to_heads: bool,
+        *xs: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.about = peers, whose, parts, to_heads
+        ctx.about = call, turn, whose, parts, to_heads
         ctx.totals = [x.shape[1] for x in xs]
         ctx.dtypes = [x.dtype for x in xs]
         run = _to_heads if to_heads else _to_shards
-        found = run(peers, whose, parts, xs, None)
+        found = run(call.peers, whose, parts, xs, None)
         if to_heads and any(_on_several(whose, n, total) for n, total in enumerate(ctx.totals)):
             # Gradients of a head that several ranks have are summed: they come from kernels that keep float32.
             found = [x.to(memory.statistics_dtype(x.dtype)) for x in found]
@@ -131,10 +132,11 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        peers, whose, parts, to_heads = ctx.about
+        call, turn, whose, parts, to_heads = ctx.about
+        same_backward(call.peers, call.number, grads[0].device, turn)
         run = _to_shards if to_heads else _to_heads
-        found = run(peers, whose, parts, grads, ctx.totals if to_heads else None)
-        return None, None, None, None, *(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True))
+        found = run(call.peers, whose, parts, grads, ctx.totals if to_heads else None)
+        return None, None, None, None, None, *(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True))
 
 
 def _on_several(whose: Sequence[tuple[Heads, ...]], n: int, total: int) -> bool:
@@ -219,15 +221,16 @@ class _Rows(torch.autograd.Function):
     """The rows of all ranks of a mask or bias ``(B or 1, Hq or 1, S_local, Sk or 1)``; of the gradient each gets its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers, of_q: Parts) -> Tensor:
-        ctx.about = peers, of_q
+    def forward(ctx: Any, x: Tensor, call: Call) -> Tensor:
+        ctx.call = call
         seen = x.view(torch.uint8) if x.dtype == torch.bool else x
-        return joined(peers, seen, of_q, 2).view(x.dtype)
+        return joined(call.peers, seen, call.plan.of_q, 2).view(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        peers, of_q = ctx.about
+        peers, of_q = ctx.call.peers, ctx.call.plan.of_q
+        same_backward(peers, ctx.call.number, grad.device, 2)
         sums = grad.to(memory.statistics_dtype(grad.dtype))
         shares = [taken(sums, part, 2).contiguous() for part in of_q]
         sizes = [shares[peers.rank].numel() * sums.element_size()] * peers.ranks
@@ -235,4 +238,4 @@ class _Rows(torch.autograd.Function):
         total = torch.zeros_like(shares[peers.rank])
         for part in exchange(peers, sent, sizes, "the sum of the gradient of the bias"):
             total += part.view(sums.dtype).view_as(total)
-        return total.to(grad.dtype), None, None
+        return total.to(grad.dtype), None

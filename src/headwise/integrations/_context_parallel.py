@@ -75,28 +75,12 @@ class _Attention:
         return mask
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        given = dict(kwargs)
-        if args:
-            given["input_ids"], *more = args
-            if more:
-                raise TypeError(f"{OP}: the model is called with {len(args)} positional arguments; it needs keywords")
-        if given.get("past_key_values") is not None:
-            raise NotImplementedError(
-                f"{OP}: past_key_values is given, and caches are not there across ranks: remove() first"
-            )
-        for name in ("logits_to_keep", "output_router_logits"):
-            if given.get(name) or (name != "logits_to_keep" and getattr(module.config, name, False)):
-                raise NotImplementedError(f"{OP}: {name} is given, and it is not there across ranks")
-        tokens = given.get("input_ids")
+        given: dict[str, Any] = kwargs | dict(zip(("input_ids",), args, strict=False))
+        self.sharding.same_batch(lambda: _checked(module, args, given))
+        tokens: Any = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
-        if tokens is None:
-            raise ValueError(f"{OP}: the model is called without input_ids and inputs_embeds; it needs one of them")
         batch, total = tokens.shape[:2]
         positions, mask = given.get("position_ids"), given.pop("attention_mask", None)
-        if mask is not None and mask.dim() != 2:
-            raise NotImplementedError(
-                f"{OP}: attention_mask has shape {tuple(mask.shape)}; it needs (B, S), of all tokens"
-            )
         self.mask, self.cu_seqlens = None, None
         if mask is not None and not bool(mask.all()):
             self.mask = mask.bool()[:, None, None, :]
@@ -121,6 +105,26 @@ class _Attention:
         if getattr(result, "loss", None) is not None:
             result.loss = self.sharding.whole_loss(result.loss)
         return result
+
+
+def _checked(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Tensor | None]:
+    """The ints of a batch, which all ranks need to be given alike."""
+    if len(args) > 1:
+        raise TypeError(f"{OP}: the model is called with {len(args)} positional arguments; it needs keywords")
+    if given.get("past_key_values") is not None:
+        raise NotImplementedError(
+            f"{OP}: past_key_values is given, and caches are not there across ranks: remove() first"
+        )
+    for name in ("logits_to_keep", "output_router_logits"):
+        if given.get(name) or (name != "logits_to_keep" and getattr(module.config, name, False)):
+            raise NotImplementedError(f"{OP}: {name} is given, and it is not there across ranks")
+    if given.get("input_ids") is None and given.get("inputs_embeds") is None:
+        raise ValueError(f"{OP}: the model is called without input_ids and inputs_embeds; it needs one of them")
+    mask = given.get("attention_mask")
+    if mask is not None and mask.dim() != 2:
+        raise NotImplementedError(f"{OP}: attention_mask has shape {tuple(mask.shape)}; it needs (B, S), of all tokens")
+    names = ("input_ids", "attention_mask", "position_ids", "labels")
+    return {f"fingerprint of {name}": given.get(name) for name in names}
 
 
 def context_parallel(
