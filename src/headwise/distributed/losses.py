@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from headwise import layout
 from headwise.distributed.groups import Description, Group, Peers, agree, gather, peers_of, sum_parts
-from headwise.ops import _checks
+from headwise.ops import _autocast, _checks
 from headwise.ops.cross_entropy import check_options
 
 LOGITS, LINEAR = "vocabulary_parallel_cross_entropy", "vocabulary_parallel_linear_cross_entropy"
@@ -73,6 +73,7 @@ def vocabulary_parallel_linear_cross_entropy(
     to this rank's classes. The logits are made in chunks of rows, in float32, forward and again backward. Differentiable
     once.
     """
+    hidden, weight, bias = _autocast.lowered(hidden, weight, bias)
 
     def check() -> dict[str, Any]:
         _checks.floating(LINEAR, "hidden", hidden)

@@ -194,7 +194,6 @@ def attention_forward(
         raise NotImplementedError(
             "headwise attention: scaling is a tensor; it needs to be a number: multiply the queries by it, with scaling=1.0"
         )
-    query, key, value = _under_autocast(query, key, value)
     sink = None if s_aux is None else _own_or_float32(s_aux, query)
     numbers: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink": sink}
     if dropout > 0:
@@ -340,15 +339,6 @@ def _decodes(
     left, right = seen.window
     one_sees_all = query.shape[2] == 1 and left is None and right is None  # its position does not matter
     return (right == 0 or one_sees_all) and key.shape[2] > query.shape[2]
-
-
-def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As PyTorch's own attention: under autocast everything is of its dtype (norms and rotary embeddings leave float32)."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) for x in tensors)
 
 
 def _own_or_float32(x: Tensor, query: Tensor) -> Tensor:
