@@ -244,20 +244,21 @@ def _visible(
     queries, keys = query.shape[2], key.shape[2]
     if mask is None:
         return _Visible(_window_without_mask(module, queries, keys, is_causal, sliding_window), keys)
+    if isinstance(mask, CompactMask):
+        batch, _, *made_for = mask.sizes
+        if made_for != [queries, keys] or batch != query.shape[0]:
+            raise ValueError(
+                f"headwise attention: attention_mask is for (B, Sq, Sk) = {(batch, *made_for)}, and this layer has "
+                f"{(query.shape[0], queries, keys)}"
+            )
+        padding = None if mask.padding is None else mask.padding[..., : mask.keys]
+        return _Visible(mask.window, mask.keys, mask.kv_lengths, padding)
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
         raise ValueError(
             f"headwise attention: attention_mask has {got}; an attention layer needs (B, 1 or Hq, Sq, Sk), bool (True = may "
             "attend) or float (added to the scores), or None: give a (B, S) mask to the model, not to a layer"
         )
-    if isinstance(mask, CompactMask):
-        if mask.shape[2] != queries or mask.shape[3] != keys or mask.shape[0] != query.shape[0]:
-            raise ValueError(
-                f"headwise attention: attention_mask is for (B, Sq, Sk) = {(mask.shape[0], *mask.shape[2:])}, and this "
-                f"layer has {(query.shape[0], queries, keys)}"
-            )
-        padding = None if mask.padding is None else mask.padding[..., : mask.keys]
-        return _Visible(mask.window, mask.keys, mask.kv_lengths, padding)
     if isinstance(mask, BuiltMask):
         mask = mask.built()
     mask = mask[..., :keys]  # some models prepare one mask for the longest of their layers
