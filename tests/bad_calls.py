@@ -163,7 +163,7 @@ ATTENTION = [
         ("k of another dtype", lambda m: {"k": m.f(2, 2, 7, 8, dtype=F16)}, T, ("k", "float16", "float32")),
         ("v of another dtype", lambda m: {"v": m.f(2, 2, 7, 6, dtype=F64)}, T, ("v", "float64", "float32")),
         (
-            "q left in float32 by autocast",
+            "q left in float32 by a norm",
             lambda m: {"k": m.f(2, 2, 7, 8), "v": m.f(2, 2, 7, 6, dtype=BF16)},
             T,
             ("v", "bfloat16", "float32", r"q\.to\(v\.dtype\)", "autocast"),

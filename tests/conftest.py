@@ -66,12 +66,19 @@ def adapter_calls(monkeypatch):
     """What the Transformers adapter gave to our ops, in order: (op, arguments by position, keywords)."""
     import headwise.integrations.transformers as adapter
 
-    calls = []
+    class Calls(list):
+        def __init__(self):
+            super().__init__()
+            self.dtypes = set()  # of the results
+
+    calls = Calls()
 
     def watched(name, op):
         def spy(*args, **kwargs):
             calls.append((name, args, kwargs))
-            return op(*args, **kwargs)
+            out = op(*args, **kwargs)
+            calls.dtypes.add(out.dtype)
+            return out
 
         return spy
 

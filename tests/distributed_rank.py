@@ -235,6 +235,20 @@ def check_cancelling(group, ranks):
             assert error.ok, f"{method}: {error}"
 
 
+def check_autocast(group, ranks):
+    """The shards are cast once; the float32 parts of a row stay what they are."""
+    whole = [torch.randn(1, 2, 12 * ranks, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    for method in METHODS:
+        mine = [hwd.shard(x, group, dim=-2) for x in whole]
+        wide, low = ([x.to(d).requires_grad_() for x in mine] for d in (torch.float32, torch.bfloat16))
+        with torch.autocast("cpu", torch.bfloat16):
+            found = hwd.context_parallel_attention(*wide, group, method=method, causal=True)
+        plain = hwd.context_parallel_attention(*low, group, method=method, causal=True)
+        assert torch.equal(found, plain)
+        grads = (torch.autograd.grad(x.float().square().sum(), inputs) for x, inputs in ((found, wide), (plain, low)))
+        assert all(a.dtype == torch.float32 and torch.equal(a.to(b.dtype), b) for a, b in zip(*grads, strict=True))
+
+
 def check_decode(group, rank, ranks):
     rooms = [8 + 4 * r for r in range(ranks)]
     start, total = sum(rooms[:rank]), sum(rooms)
@@ -344,7 +358,8 @@ def check_loss(group, rank, ranks):
     hidden, weight = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(8)).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         found = hwd.vocabulary_parallel_linear_cross_entropy(hidden, weight, torch.arange(7), group)
-    assert torch.equal(found, hwd.vocabulary_parallel_linear_cross_entropy(hidden, weight, torch.arange(7), group))
+    low = (x.to(torch.bfloat16) for x in (hidden, weight))  # of which the products and the loss are float32
+    assert torch.equal(found, hwd.vocabulary_parallel_linear_cross_entropy(*low, torch.arange(7), group))
     logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     loss = hwd.vocabulary_parallel_cross_entropy(logits, torch.tensor([-100, 5 * ranks, 2]), group, reduction="none")
     loss.sum().backward()
@@ -562,6 +577,7 @@ CHECKS = (
     check_attention,
     check_bits,
     check_cancelling,
+    check_autocast,
     check_decode,
     check_loss,
     check_refusals,

@@ -265,13 +265,16 @@ def test_a_change_of_settings_never_brings_back_an_old_key():
     assert settings.changes not in (seen, kept_under)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_changes_no_result(checked, dtype):
-    inputs = qkv(dtype=dtype)
-    plain = hw.attention(*inputs)
+def test_under_autocast_a_call_is_that_of_its_casts(checked):
+    """The entry of the cast call serves without autocast too, and that of the call itself is not taken for it."""
+    inputs = qkv()
+    low = [x.to(torch.bfloat16) for x in inputs]
+    plain, wide = hw.attention(*low), hw.attention(*inputs)
     with torch.autocast("cpu"):
         for _ in range(2):
             assert torch.equal(hw.attention(*inputs), plain)
+            assert torch.equal(hw.attention(*low), plain)
+    assert torch.equal(hw.attention(*inputs), wide)
     assert len(checked) == 2
 
 

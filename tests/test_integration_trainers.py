@@ -155,7 +155,7 @@ def test_sft_under_bf16_autocast(tmp_path, batches, adapter_calls):
         lambda kind: sft(tmp_path, kind, False, bf16=True, gradient_checkpointing=True, **batches),
         ("eager", "sdpa"),
     )
-    assert {args[0].dtype for _, args, _ in adapter_calls} == {torch.bfloat16}
+    assert adapter_calls.dtypes == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_trainer(tmp_path, precision, lora, calls, adapter_calls):
 
     hold(run, ("eager", "sdpa") if precision == "bf16" else ("eager",))
     assert calls["linear_cross_entropy"] - 1 == 2 * STEPS  # one when patch tried the model's loss function
-    assert {args[0].dtype for _, args, _ in adapter_calls} == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    assert adapter_calls.dtypes == {torch.bfloat16 if precision == "bf16" else torch.float32}
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["patched before prepare", "patched after"])

@@ -11,6 +11,7 @@ from transformers_models import (
     LONG,
     MODELS,
     Float64Throughout,
+    build,
     in_float64,
     padding,
     pair,
@@ -98,17 +99,33 @@ def test_logits_and_gradients(model, side, adapter_calls):
         assert not testing.compare("logits", unpadded["logits"], truth["logits"], plain["logits"]).ok
 
 
-def ten_steps(model):
-    """The losses of ten steps of AdamW on two padded batches."""
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+def batch_of(model, step):
+    """One of two batches to learn, padded; ids of some have to differ from what their loss asks for."""
+    side = "left" if step % 2 else "right"
+    inputs, counted = inputs_of(model.name, side)
+    for name in ("input_ids", "decoder_input_ids"):
+        if name in inputs:
+            inputs[name] = tokens(*inputs[name].shape, seed=10 * (name == "input_ids") + step % 2)
+    if model.name == "vit":
+        return inputs | {"labels": torch.tensor([step % 2, 3])}
+    if model.name in ("t5", "whisper"):
+        labels = inputs.pop("decoder_input_ids")
+        inputs.pop("decoder_attention_mask", None)
+        return inputs | {"labels": labels}
+    # The token before a left-padded sequence sees nothing. What it predicts is nobody's business, and differs:
+    # eager attention gives it the mean of all values, ours (and PyTorch's own) zeros.
+    predicted = counted.bool() & (counted.roll(1, dims=-1).bool() if model.causal else True)
+    return inputs | {"labels": inputs["input_ids"].masked_fill(~predicted, -100)}
+
+
+def ten_steps(net, model):
+    """The losses of ten steps of AdamW on two padded batches, without dropout."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     losses = []
     for step in range(10):
-        ids, mask = tokens(seed=step % 2), padding("left" if step % 2 else "right")
-        # The token before a left-padded sequence sees nothing. What it predicts is nobody's business, and differs:
-        # eager attention gives it the mean of all values, ours (and PyTorch's own) zeros.
-        predicted = mask.bool() & mask.roll(1, dims=-1).bool()
-        loss = model(ids, attention_mask=mask, labels=ids.masked_fill(~predicted, -100)).loss
+        dtype = next(net.parameters()).dtype
+        batch = {n: x.to(dtype) if x.is_floating_point() else x for n, x in batch_of(model, step).items()}
+        loss = net(**batch).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -116,15 +133,20 @@ def ten_steps(model):
     return torch.stack(losses)
 
 
-def test_ten_training_steps():
-    """Llama learns the same with either attention, as far as float32 allows."""
-    eager, ours = pair(BY_NAME["llama"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=() if m.name in ("llama", "t5") else pytest.mark.slow, id=m.name) for m in MODELS]
+)
+def test_ten_training_steps(model):
+    """Every model learns the same with either attention, as far as float32 allows."""
+    eager, ours = pair(model)
     with Float64Throughout():
-        truth = ten_steps(in_float64(eager))
-    losses = ten_steps(ours)
-    error = testing.compare("losses", losses, truth, ten_steps(eager))
-    assert error.ok, str(error)
-    assert losses[-1] < 0.8 * losses[0]
+        truth = ten_steps(in_float64(eager), model)
+    losses = ten_steps(ours, model)
+    # Ten numbers are one draw of luck: PyTorch's two attentions are both run, and the worse one counts.
+    plains = (lambda: eager, lambda: build(model, "sdpa"))
+    errors = (testing.compare("losses", losses, truth, ten_steps(plain(), model)) for plain in plains)
+    assert any(error.ok for error in errors)
+    assert losses[-2:].mean() < losses[:2].mean() - 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
@@ -166,3 +188,29 @@ def test_compiled():
         assert len(pairs) == 1
         assert "ones.expand(" in pairs[0]
     assert len(graphs) == 2
+
+
+@pytest.mark.slow  # mistral, above, stands for them
+@pytest.mark.parametrize("model", [m for m in MODELS if m.name != "mistral"], ids=lambda m: m.name)
+def test_every_model_compiled(model):
+    """One graph of the whole model with our operator in it, and eager attention's logits and gradients."""
+    eager, ours = pair(model)
+    for net in (eager, ours):
+        net.config._experts_implementation = "batched_mm"  # the others loop over experts that only the data knows
+    inputs, counted = inputs_of(model.name, "left")
+    graphs = []
+
+    def backend(graph, given):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend=backend)
+    result = logits_and_gradients(compiled, inputs, counted, torch.float32)
+    expected = logits_and_gradients(eager, inputs, counted, torch.float32)
+    (graph,) = graphs
+    assert "headwise.attention_forward" in graph
+    for name, plain in expected.items():
+        error = (result[name.replace("grad of ", "grad of _orig_mod.")] - plain).norm()
+        # Some gradients are nothing but rounding (the bias of keys): their scale is that of the logits' cotangent.
+        assert error <= 1e-3 * plain.norm() + 1e-5 * expected["logits"].norm(), f"{name}: {error}"

@@ -17,7 +17,7 @@ from headwise.distributed import costs, ring, ulysses
 from headwise.distributed.blocks import Options, Plan, Region, length_of
 from headwise.distributed.groups import Description, Group, Peers, agree, flag_values, peers_of
 from headwise.distributed.shards import Segment, check_layout, parts_of
-from headwise.ops import _checks
+from headwise.ops import _autocast, _checks
 from headwise.ops.attention import _arguments, attention
 from headwise.ops.attention._arguments import Window
 from headwise.ops.attention.dense import LETTERS
@@ -60,6 +60,7 @@ def context_parallel_attention(
         arguments = {name: value for name, value in locals().items() if name not in ("q", "k", "v", "group", "layout")}
         return _of_dtensors(q, k, v, group, layout or "contiguous", arguments)
     layout = layout or "zigzag"
+    q, k, v = _autocast.lowered(q, k, v)
     peers = peers_of(OP, group)
     scores = {"mask": mask, "bias": bias}
     lengths = {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "kv_starts": kv_starts}
@@ -107,13 +108,14 @@ def context_parallel_attention(
         scored = any(x is not None for x in scores.values())
         method = costs.choose(costs.Sizes.of(q, k, v), plan, costs.machine_of(q.device), True, scored)
     call = ring.Call(peers, plan, options, method, number)
-    if method == "ulysses":
-        given = {name: x for name, x in lengths.items() if x is not None}
-        # One rank alone may have a single query: what all of them say decides.
-        sharded = {name: all(x[2 + n] == x[0] for x in told) for n, name in enumerate(SCORES)}
-        out, lse = ulysses.attend(call, q, k, v, mask, bias, sink, given, cu_seqlens, return_lse, sharded)
-    else:
-        out, lse = ring.attend(call, q, k, v, mask, bias, sink)
+    with _autocast.disabled():  # the float32 parts of a row stay float32
+        if method == "ulysses":
+            given = {name: x for name, x in lengths.items() if x is not None}
+            # One rank alone may have a single query: what all of them say decides.
+            sharded = {name: all(x[2 + n] == x[0] for x in told) for n, name in enumerate(SCORES)}
+            out, lse = ulysses.attend(call, q, k, v, mask, bias, sink, given, cu_seqlens, return_lse, sharded)
+        else:
+            out, lse = ring.attend(call, q, k, v, mask, bias, sink)
     if return_lse:
         assert lse is not None
         return out, lse

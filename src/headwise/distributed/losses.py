@@ -35,7 +35,7 @@ from headwise.distributed.groups import (
     same_backward,
     sum_parts,
 )  # fmt: skip
-from headwise.ops import _checks
+from headwise.ops import _autocast, _checks
 from headwise.ops.cross_entropy import check_options
 
 LOGITS, LINEAR = "vocabulary_parallel_cross_entropy", "vocabulary_parallel_linear_cross_entropy"
@@ -122,6 +122,7 @@ def vocabulary_parallel_linear_cross_entropy(
     to this rank's classes. The logits are made in chunks of rows, in float32, forward and again backward. Differentiable
     once.
     """
+    hidden, weight, bias = _autocast.lowered(hidden, weight, bias)
 
     def check() -> dict[str, Any]:
         _checks.floating(LINEAR, "hidden", hidden)

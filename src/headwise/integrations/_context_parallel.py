@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headwise.distributed.models import ContextParallel, Sharding
 from headwise.integrations import _mask_rules
 from headwise.integrations._compact_mask import CompactMask, Packed
-from headwise.integrations.transformers import _UNSUPPORTED, _own_or_float32, _under_autocast
+from headwise.integrations.transformers import _UNSUPPORTED, _own_or_float32
 
 OP = "context_parallel"
 _numbers = itertools.count()
@@ -46,7 +46,6 @@ class _Attention:
                 f"{OP}: a layer's attention_mask is {type(attention_mask).__name__}; across ranks it needs to be made by "
                 "Transformers' own mask functions: causal, sliding window or bidirectional"
             )
-        query, key, value = _under_autocast(query, key, value)
         out = self.sharding.attend(
             query, key, value, window=attention_mask.window, mask=attention_mask.padding, scale=scaling,
             cu_seqlens=None if attention_mask.packed is None else attention_mask.packed.cu_seqlens,

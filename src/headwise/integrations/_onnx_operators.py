@@ -219,16 +219,25 @@ def _flat(name: str, weight: Tensor, dims: tuple[int, ...]) -> Tensor:
 def cross_entropy_node(
     inputs: Inputs, wanted: Sequence[bool], backend: str | None, *, ignore_index: int = -100, reduction: str = "mean"
 ) -> Outputs:
-    """The classes are the second dimension. Weights of classes multiply the losses of our op."""
+    """The loss, and log_prob of every class. The classes are the second dimension."""
     scores, labels, weights = _optional(inputs, 3)
-    logits = scores.movedim(1, -1)
+    loss = _loss(scores.movedim(1, -1), labels, weights, ignore_index, reduction, backend).to(scores.dtype)
+    if len(wanted) < 2 or not wanted[1]:
+        return (loss,)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return loss, torch.log_softmax(scores.to(wide), 1).to(scores.dtype)  # an array of that size is what was asked for
+
+
+def _loss(
+    logits: Tensor, labels: Tensor, weights: Tensor | None, ignore_index: int, reduction: str, backend: str | None
+) -> Tensor:  # fmt: skip
+    """Weights of classes multiply the losses of our op."""
     if weights is None:
-        return (cross_entropy(logits, labels, ignore_index, reduction, backend=backend).to(scores.dtype),)
+        return cross_entropy(logits, labels, ignore_index, reduction, backend=backend)
     losses = cross_entropy(logits, labels, ignore_index, "none", backend=backend)
     counted = labels != ignore_index
     weight = torch.where(counted, weights[torch.where(counted, labels, 0)], 0.0)
     losses = losses * weight
     if reduction == "none":
-        return (losses.to(scores.dtype),)
-    total = losses.sum()
-    return ((total / weight.sum() if reduction == "mean" else total).to(scores.dtype),)
+        return losses
+    return losses.sum() / weight.sum() if reduction == "mean" else losses.sum()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from headwise.integrations import _patch_probe as probe
 from headwise.integrations._lazy_logits import LazyLogits
 from headwise.integrations._patch_probe import Finding, Forward
+from headwise.ops import _autocast
 
 # What a forward calls that ends in a cross entropy: the model's loss_function, or PyTorch's (BERT, T5, Whisper).
 _LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
@@ -91,14 +92,10 @@ def _model_forward(own: Forward) -> Forward:
 def _head_forward() -> Forward:
     def forward(self: Any, *given: Tensor, **named: Tensor) -> Tensor:
         (hidden,) = (*given, *named.values())
-        tensors: tuple[Any, ...] = (hidden, self.weight, self.bias)
         lazy = not torch.compiler.is_compiling() and _head.get() is self
         if not lazy:
             return type(self).forward(self, hidden)
-        device = hidden.device.type
-        if torch.is_autocast_enabled(device):  # what autocast does to a linear layer
-            dtype = torch.get_autocast_dtype(device)
-            tensors = tuple(None if x is None else x.to(dtype) for x in tensors)
+        tensors = _autocast.lowered(hidden, self.weight, self.bias)
         if any(x is not None and x.dtype != tensors[0].dtype for x in tensors):
             return type(self).forward(self, hidden)
         return LazyLogits.of(*tensors)

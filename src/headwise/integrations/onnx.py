@@ -30,7 +30,6 @@ class Operator(NamedTuple):
     run: Callable[..., Sequence[Tensor | None]]  # (inputs, which outputs are wanted, backend, **attributes)
     versions: tuple[int, ...]  # opsets in which the operator got the meanings that are here
     attributes: frozenset[str]
-    outputs: int  # how many of its outputs are here
 
 
 OPERATORS = {
@@ -39,15 +38,15 @@ OPERATORS = {
         frozenset((
             "is_causal", "kv_num_heads", "left_window_size", "q_num_heads", "qk_matmul_output_mode", "right_window_size",
             "scale", "softcap", "softmax_precision",
-        )), 4,
+        )),
     ),
-    "LayerNormalization": Operator(operators.layer_norm_node, (17,), frozenset(("axis", "epsilon", "stash_type")), 3),
-    "RMSNormalization": Operator(operators.rms_norm_node, (23,), frozenset(("axis", "epsilon", "stash_type")), 1),
+    "LayerNormalization": Operator(operators.layer_norm_node, (17,), frozenset(("axis", "epsilon", "stash_type"))),
+    "RMSNormalization": Operator(operators.rms_norm_node, (23,), frozenset(("axis", "epsilon", "stash_type"))),
     "RotaryEmbedding": Operator(
-        operators.rotary_node, (23,), frozenset(("interleaved", "num_heads", "rotary_embedding_dim")), 1
+        operators.rotary_node, (23,), frozenset(("interleaved", "num_heads", "rotary_embedding_dim"))
     ),
     "SoftmaxCrossEntropyLoss": Operator(
-        operators.cross_entropy_node, (12, 13), frozenset(("ignore_index", "reduction")), 1
+        operators.cross_entropy_node, (12, 13), frozenset(("ignore_index", "reduction"))
     ),
 }  # fmt: skip
 
@@ -148,9 +147,6 @@ def _reason_against_node(node: onnx.NodeProto, opset: int) -> str | None:
         return f"{name}: the attribute {unknown[0]} is not supported"
     if attributes.get("stash_type", 1) != 1:
         return f"{name}: stash_type={attributes['stash_type']} is not supported; sums are float32, which is 1"
-    extra = [x for x in node.output[operator.outputs :] if x]
-    if extra:
-        return f"{name}: the output {extra[0]} (number {operator.outputs + 1}) is not supported"
     return None
 
 

@@ -30,7 +30,6 @@ __all__ = ["disable", "enable", "override", "register_flash_attention_impl", "sc
 
 PYTORCHS = torch._C._nn.scaled_dot_product_attention
 _NAME = "scaled_dot_product_attention"
-_is_autocast = torch._C._is_any_autocast_enabled
 _lock = threading.Lock()
 _overrides: list[Callable[..., Tensor]] = []  # blocks that are open, in the order in which they were entered
 _enabled: Callable[..., Tensor] | None = None
@@ -142,8 +141,6 @@ def _attend(
         raise NotImplementedError(
             f"{_NAME}: nested tensors are not supported: headwise.attention_varlen takes x.values() and x.offsets()"
         )
-    if _is_autocast() and torch.is_autocast_enabled(q.device.type):
-        q, k, v = _autocast(q), _autocast(k), _autocast(v)
     if not q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1:
         q, k, v = (x if x.stride()[-1] == 1 else x.contiguous() for x in (q, k, v))
     lead = None  # the dims before (L, E), where they are not (B, H)
@@ -198,11 +195,6 @@ def _mask_or_bias(attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | Non
             f"{_NAME}: attn_mask has dtype {_checks.short(attn_mask.dtype)}; it needs bool, or float to be added"
         )
     return None, attn_mask
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """PyTorch runs this function in autocast's dtype, float64 aside."""
-    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -194,7 +194,6 @@ def attention_forward(
         raise NotImplementedError(
             "headwise attention: scaling is a tensor; it needs to be a number: multiply the queries by it, with scaling=1.0"
         )
-    query, key, value = _under_autocast(query, key, value)
     sink = None if s_aux is None else _own_or_float32(s_aux, query)
     numbers: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink": sink}
     if dropout > 0:
@@ -245,20 +244,21 @@ def _visible(
     queries, keys = query.shape[2], key.shape[2]
     if mask is None:
         return _Visible(_window_without_mask(module, queries, keys, is_causal, sliding_window), keys)
+    if isinstance(mask, CompactMask):
+        batch, _, *made_for = mask.sizes
+        if made_for != [queries, keys] or batch != query.shape[0]:
+            raise ValueError(
+                f"headwise attention: attention_mask is for (B, Sq, Sk) = {(batch, *made_for)}, and this layer has "
+                f"{(query.shape[0], queries, keys)}"
+            )
+        padding = None if mask.padding is None else mask.padding[..., : mask.keys]
+        return _Visible(mask.window, mask.keys, mask.kv_lengths, padding)
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
         raise ValueError(
             f"headwise attention: attention_mask has {got}; an attention layer needs (B, 1 or Hq, Sq, Sk), bool (True = may "
             "attend) or float (added to the scores), or None: give a (B, S) mask to the model, not to a layer"
         )
-    if isinstance(mask, CompactMask):
-        if mask.shape[2] != queries or mask.shape[3] != keys or mask.shape[0] != query.shape[0]:
-            raise ValueError(
-                f"headwise attention: attention_mask is for (B, Sq, Sk) = {(mask.shape[0], *mask.shape[2:])}, and this "
-                f"layer has {(query.shape[0], queries, keys)}"
-            )
-        padding = None if mask.padding is None else mask.padding[..., : mask.keys]
-        return _Visible(mask.window, mask.keys, mask.kv_lengths, padding)
     if isinstance(mask, BuiltMask):
         mask = mask.built()
     mask = mask[..., :keys]  # some models prepare one mask for the longest of their layers
@@ -340,15 +340,6 @@ def _decodes(
     left, right = seen.window
     one_sees_all = query.shape[2] == 1 and left is None and right is None  # its position does not matter
     return (right == 0 or one_sees_all) and key.shape[2] > query.shape[2]
-
-
-def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As PyTorch's own attention: under autocast everything is of its dtype (norms and rotary embeddings leave float32)."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) for x in tensors)
 
 
 def _own_or_float32(x: Tensor, query: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ class Attention(nn.Module):
         cache.write(layer, k, v)
         if cache.first:  # the prompt sees itself alone
             return self._dense(q, k, v, cache.counts)
-        q = q.to(cache.keys.dtype)  # under autocast they differ
+        q = q.to(cache.keys.dtype)  # a cache may have a dtype of its own
         if q.shape[2] <= _DECODE_TOKENS and cache.counts is None:
             return attention_decode(
                 q, cache.keys[layer], cache.values[layer], cache.lengths, block_table=cache.block_table,

@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The norm of x. With a residual: ``(norm of x + residual, x + residual)``, by one kernel.
 
-        The sum has the residual's dtype: under autocast the stream stays in float32.
+        The sum has the residual's dtype; under autocast both are float32.
         """
         if residual is None:
             return rms_norm(x, self.weight, self.eps, self.weight_offset, backend=self.backend)

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from headwise.backends import registry
 from headwise.config import settings
+from headwise.ops import _autocast
 
 LIMIT = 4096  # entries of one cache: a process that meets ever new sizes must not keep them all
 _RECENT = 4  # kinds of calls that are compared before the key is written
@@ -30,7 +31,6 @@ _is_grad_enabled, _is_deterministic = torch.is_grad_enabled, torch.are_determini
 _modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
 _profiler, _excluded = torch._C._autograd._profiler_enabled, torch._C._dispatch_tls_is_dispatch_key_excluded
-_is_autocast = torch._C._is_any_autocast_enabled
 # The getter behind torch.backends.cuda.matmul.fp32_precision: the older switches are seen through it too.
 _float32_products = functools.partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
 _forced = registry.forced
@@ -73,7 +73,7 @@ class Cache(dict[tuple[Any, ...], Any]):
             return None, None
         if not seen and (_modes() or _transforms() or _tracing() is not None):
             return None, None
-        words: list[Any] = [*facts[1:], gradient and not _excluded(AUTOGRAD), _is_autocast()]
+        words: list[Any] = [*facts[1:], gradient and not _excluded(AUTOGRAD), _autocast.device_of(tensors)]
         offsets, precision = [], None
         guarded = not seen  # arrays compare by their own facts
         try:

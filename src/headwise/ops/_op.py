@@ -21,14 +21,12 @@ from torch.autograd import forward_ad
 from headwise import arguments
 from headwise.backends import registry
 from headwise.config import settings
+from headwise.ops import _autocast
 from headwise.ops._cache import AUTOGRAD, Cache
 
 Run = Callable[..., Any]
 
 _library = torch.library.Library("headwise", "DEF")
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
 # Looked up once: eager calls ask them.
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _transforms, _is_autocast = torch._C._are_functorch_transforms_active, torch._C._is_any_autocast_enabled
@@ -138,6 +136,7 @@ class Op:
         statistics: tuple[int, ...] = (),
         keep: str | None = None,
         shows: int = 1,
+        autocast: _autocast.Rule | None = None,
     ) -> None:
         """
         operator            name of the PyTorch operator
@@ -156,6 +155,7 @@ class Op:
         statistics          results that have no gradient of their own
         keep                the field that says whether a result that a backward or return_lse needs is wanted
         shows               how many results the caller gets where it did not ask for the others
+        autocast            what becomes of the tensors under autocast; None: nothing
         """
         arguments.learn(args)
         self.operator, self.args_type, self.public = operator, args, public or operator
@@ -163,6 +163,7 @@ class Op:
         self.fake, self.describe, self.check, self.validate = fake, describe, check, validate
         self.backward, self.backward_launchers = backward, backward_launchers
         self.saves, self.saves_results, self.statistics, self.keep = saves, saves_results, statistics, keep
+        self.autocast = autocast
         self.shows, self.results, self.one_result = shows, returns.count("Tensor"), returns == "Tensor"
         self._entries = Cache()
         self._operator = _register(self, returns)
@@ -185,6 +186,8 @@ class Op:
             if tuple in types:
                 types += [type(side) for option in options if type(option) is tuple for side in option]
             known, key = self._entries.find((*types, keep, backend, options), tensors)
+        if known is None and self.autocast is not None and _is_autocast():
+            known, tensors = self._under_autocast(key, tensors, options, backend, keep)
         if known is None:
             args, chosen, gradient = self._checked(tensors, options, backend)
             if key is None:
@@ -195,6 +198,25 @@ class Op:
             shown = 0 if keep or not (self.keep or self.statistics) else self.shows
             known = self._entries[key] = self.entry(args, chosen, gradient, shown=shown)
         return self._apply(known, *tensors) if type(known) is Entry else known(*tensors)
+
+    def _under_autocast(
+        self, key: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None, keep: bool
+    ) -> tuple[Run | None, tuple[Any, ...]]:
+        """What casts and calls again without autocast; where the call has no key, the tensors, cast."""
+        rule, device = self.autocast, _autocast.device_of(tensors)
+        assert rule is not None
+        if device is None:
+            return None, tensors
+        if key is None:
+            return None, _autocast.cast(rule, tensors, device)
+
+        def cast_and_call(*tensors: Any) -> Any:
+            cast = _autocast.cast(rule, tensors, device)
+            with _autocast.disabled():
+                return self(cast, options, backend, keep)
+
+        self._entries[key] = cast_and_call
+        return cast_and_call, tensors
 
     def _checked(
         self, tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None
@@ -274,10 +296,10 @@ def _validated(validate: Run, run: Run) -> Run:
 
 
 def _without_autocast(run: Run) -> Run:
-    """The dtype of a call is that of its tensors: inside, autocast would turn float32 sums into bfloat16 ones."""
+    """The casts are done: inside, autocast would turn float32 sums into bfloat16 ones."""
 
     def guarded(*tensors: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with _autocast.disabled():
             return run(*tensors)
 
     return guarded

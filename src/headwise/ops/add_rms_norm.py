@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from headwise import layout
-from headwise.ops import _checks
+from headwise.ops import _autocast, _checks
 from headwise.ops._op import Described, Op, Saved
 from headwise.ops.rms_norm import check_rstd
 
@@ -138,6 +138,7 @@ _forward = Op(
     "add_rms_norm_forward", AddRmsNorm, public="add_rms_norm", check=_check, describe=_describe, fake=_fake,
     returns="(Tensor, Tensor, Tensor)", backward=_differentiate, backward_launchers=("add_rms_norm_backward",),
     saves=("weight",), saves_results=(1, 2), statistics=(2,), keep="with_rstd", shows=2,
+    autocast=_autocast.Rule(_autocast.float32, operands=3),
 )  # fmt: skip
 _backward = Op(
     "add_rms_norm_backward", AddRmsNormBackward, check=_check_backward, describe=_describe_backward,

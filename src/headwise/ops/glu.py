@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from headwise.ops import _checks
+from headwise.ops import _autocast, _checks
 from headwise.ops._op import Described, Op, Saved
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "identity")
@@ -126,6 +126,7 @@ def _differentiate(saved: Saved, grad: Tensor) -> tuple[Any, Any]:
 _forward = Op(
     "glu_forward", Glu, public="glu", check=_check, describe=_describe, fake=_fake, backward=_differentiate,
     backward_launchers=("glu_backward",), saves=("gate", "up"),
+    autocast=_autocast.Rule(_autocast.widest, operands=2),
 )  # fmt: skip
 _backward = Op(
     "glu_backward", GluBackward, check=_check_backward, describe=_describe, fake=_fake_backward,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from headwise import layout
-from headwise.ops import _checks
+from headwise.ops import _autocast, _checks
 from headwise.ops._op import Described, Op, Saved
 
 
@@ -112,6 +112,7 @@ _forward = Op(
     "layer_norm_forward", LayerNorm, public="layer_norm", check=_check, describe=_describe, fake=_fake,
     returns="(Tensor, Tensor)", backward=_differentiate, backward_launchers=("layer_norm_backward",),
     saves=("x", "weight", "bias"), saves_results=(1,), statistics=(1,), keep="with_statistics",
+    autocast=_autocast.Rule(_autocast.float32, operands=3),
 )  # fmt: skip
 _backward = Op(
     "layer_norm_backward", LayerNormBackward, check=_check_backward, describe=_describe, fake=_fake_backward,

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from headwise import arguments, layout
-from headwise.ops import _checks, _device_values
+from headwise.ops import _autocast, _checks, _device_values
 from headwise.ops._op import Described, Op, Saved
 from headwise.ops.cross_entropy import check_options
 
@@ -144,7 +144,7 @@ def linear_cross_entropy_forward_backward(
 
 def _gradients_at_once(hidden: Any, weight: Any, bias: Any) -> str:
     """Which gradients the forward makes: letters of hidden, weight, bias."""
-    if getattr(hidden, "dtype", None) not in _WIDE_RANGE:
+    if not isinstance(hidden, Tensor) or _autocast.lowered_dtype(hidden) not in _WIDE_RANGE:
         return ""
     named = (("h", hidden), ("w", weight), ("b", bias))
     return "".join(letter for letter, x in named if isinstance(x, Tensor) and x.requires_grad)
@@ -318,6 +318,7 @@ _forward = Op(
     backward_launchers=("linear_cross_entropy_backward", "linear_cross_entropy_scale"),
     saves=("hidden", "weight", "targets", "bias", "token_weights"), saves_results=(2, 3, 4, 5, 6),
     statistics=(3, 4, 5, 6), **_BOTH,
+    autocast=_autocast.Rule(_autocast.low, operands=4),
 )  # fmt: skip
 _forward_backward = Op(
     "linear_cross_entropy_forward_backward", LinearCrossEntropy, launcher="linear_cross_entropy_forward", **_BOTH

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from headwise import layout
-from headwise.ops import _checks
+from headwise.ops import _autocast, _checks
 from headwise.ops._op import Described, Op, Saved
 
 
@@ -118,6 +118,7 @@ _forward = Op(
     "rms_norm_forward", RmsNorm, public="rms_norm", check=_check, describe=_describe, fake=_fake,
     returns="(Tensor, Tensor)", backward=_differentiate, backward_launchers=("rms_norm_backward",),
     saves=("x", "weight"), saves_results=(1,), statistics=(1,), keep="with_rstd",
+    autocast=_autocast.Rule(_autocast.float32, operands=2),
 )  # fmt: skip
 _backward = Op(
     "rms_norm_backward", RmsNormBackward, check=_check_backward, describe=_describe, fake=_fake_backward,

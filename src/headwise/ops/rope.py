@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headwise import layout
-from headwise.ops import _checks, _device_values
+from headwise.ops import _autocast, _checks, _device_values
 from headwise.ops._op import Described, Op, Saved
 
 Pair = tuple[Tensor, Tensor]
@@ -196,6 +196,7 @@ def _differentiate(saved: Saved, *grads: Tensor | None) -> tuple[Tensor | None, 
 _forward = Op(
     "rope_forward", Rope, public="rope", check=_check, describe=_describe, validate=partial(_validate, "rope"), fake=_fake,
     returns="Tensor[]", backward=_differentiate, backward_launchers=("rope_backward",), saves=("cos", "sin", "positions"),
+    autocast=_autocast.Rule(_autocast.widest, operands=-3),
 )  # fmt: skip
 _backward = Op(
     "rope_backward", Rope, check=_check, describe=_describe, validate=partial(_validate, "rope_backward"), fake=_fake,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.ops import _checks
+from headwise.ops import _autocast, _checks
 from headwise.ops._op import Described, Op, Saved
 
 
@@ -77,5 +77,6 @@ def _differentiate(saved: Saved, grad: Tensor) -> tuple[Tensor]:
 _forward = Op(
     "softmax_forward", Softmax, public="softmax", check=_check, describe=_describe, fake=_fake,
     backward=_differentiate, backward_launchers=("softmax_backward",), saves_results=(0,),
+    autocast=_autocast.Rule(_autocast.float32, operands=1),
 )  # fmt: skip
 _backward = Op("softmax_backward", SoftmaxBackward, check=_check_backward, describe=_describe, fake=_fake)

@@ -248,8 +248,7 @@ def operand(op: str, name: str, x: Any, q: Any, count: int, letters: str) -> Non
         if x.dtype != q.dtype:
             raise TypeError(
                 f"{op}: {name} has dtype {_checks.short(x.dtype)} and q has {_checks.short(q.dtype)}; they need to be of "
-                f"one dtype: cast one of them, say q.to({name}.dtype) (under autocast, norms and rotary embeddings leave "
-                "float32 behind)"
+                f"one dtype: cast one of them, say q.to({name}.dtype) (under torch.autocast the op does it)"
             )
         _checks.same_device(op, name, x, "q", q)
     contiguous_last(op, name, x)

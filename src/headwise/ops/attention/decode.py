@@ -7,13 +7,14 @@ Serving with PagedAttention", 2023.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from headwise import layout
-from headwise.ops import _checks, _device_values, embedding
+from headwise.ops import _autocast, _checks, _device_values, embedding
 from headwise.ops._op import Described, Op, Saved
 from headwise.ops.attention import _arguments, dense
 from headwise.ops.attention._arguments import Attention, AttentionBackward, Decode, Window
@@ -190,10 +191,16 @@ def _scatter_pages(saved: Saved, grad: Tensor, block_table: Tensor, cache: Tenso
     return summed.reshape(pages, heads, page_size, dim)
 
 
+def _dtype_of_caches(dtypes: Sequence[torch.dtype], autocast: torch.dtype) -> torch.dtype:
+    """Under autocast the query follows the caches: a whole cache is not copied for one token."""
+    return dtypes[-1] if dtypes[-1] == dtypes[-2] else autocast
+
+
 _forward = Op(
     "attention_decode", Decode, check=_check, describe=_describe, validate=_validate, fake=_fake,
     returns="(Tensor, Tensor)", backward=_differentiate,
     backward_launchers=("attention_backward", "embedding_backward"),
     saves=("q", "k_cache", "v_cache", "lengths", "kv_starts", "block_table", "sink"), saves_results=(0, 1),
     keep="with_lse",
+    autocast=_autocast.Rule(_dtype_of_caches, operands=3),
 )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headwise import layout
-from headwise.ops import _checks, _device_values
+from headwise.ops import _autocast, _checks, _device_values
 from headwise.ops._op import Described, Op, Saved
 from headwise.ops.attention import _arguments
 from headwise.ops.attention._arguments import Attention, AttentionBackward, Window
@@ -214,4 +214,5 @@ _forward = Op(
     "attention_forward", Attention, public="attention", check=_check, describe=_describe, validate=_validate,
     fake=_fake, returns="(Tensor, Tensor)", backward=functools.partial(differentiate, _backward),
     backward_launchers=("attention_backward",), saves=INPUTS, saves_results=(0, 1), keep="with_lse",
+    autocast=_autocast.Rule(_autocast.low, operands=3),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.ops import _checks, _device_values
+from headwise.ops import _autocast, _checks, _device_values
 from headwise.ops._op import Described, Op, Saved
 from headwise.ops.attention import _arguments
 from headwise.ops.attention._arguments import Probs, ProbsBackward, Window
@@ -164,6 +164,7 @@ _forward = Op(
     backward=_differentiate, backward_launchers=("attention_probs_backward",),
     saves=("q", "k", "rows", "mask", "bias", "sink", "kv_lengths", "q_lengths", "kv_starts", "dropout_seed"),
     saves_results=(0,),
+    autocast=_autocast.Rule(_autocast.low, operands=2),
 )  # fmt: skip
 _backward = Op(
     "attention_probs_backward", ProbsBackward, check=_check_backward, describe=lambda args: _describe(args.forward),
