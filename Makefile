@@ -5,6 +5,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 RELEASE_ARGS ?=
+README_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,7 +44,7 @@ help:
 	@echo "make release  build wheel and sdist, install each in a fresh environment and run its commands"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff reformat the code"
-	@echo "make readme   write the tables of README.md from headwise check and bench/results"
+	@echo "make readme   write the tables and charts of README.md and docs from bench/results (README_ARGS=--measure: check this CPU first)"
 	@echo "make hub-kernel lay the package out as a kernel of the Hugging Face Hub, in dist/hub-kernel"
 	@echo "make clean    remove the virtual environment and the caches"
 
@@ -97,7 +98,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 readme: $(STAMP)
-	$(BIN)/python scripts/update_readme.py
+	$(BIN)/python scripts/update_readme.py $(README_ARGS)
 
 hub-kernel:
 	@$(PYTHON) scripts/hub_kernel.py
