@@ -6,6 +6,7 @@ import doctest
 import re
 import subprocess
 import sys
+import urllib.parse
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,13 @@ def broken_links(page: Path, text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
     assert broken_links(page, text_of(page)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_external_links_are_whole(page):
+    """Whether somebody answers is not asked: tests need no network."""
+    links = [urllib.parse.urlsplit(link) for link in re.findall(r"\]\((\w+://[^)]*)\)", text_of(page))]
+    assert [link.geturl() for link in links if link.scheme != "https" or "." not in link.netloc] == []
 
 
 def test_a_broken_link_is_seen():
