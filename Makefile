@@ -5,6 +5,8 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 RELEASE_ARGS ?=
+VERSIONS_ARGS ?=
+README_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -41,9 +43,10 @@ help:
 	@echo "make test-all the same, then what is slow by nature"
 	@echo "make docs     build the site into build/site, strictly"
 	@echo "make release  build wheel and sdist, install each in a fresh environment and run its commands"
+	@echo "make test-versions  the wheel on Python 3.12 with the oldest PyTorch and on 3.13 with the newest (part of test-all)"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff reformat the code"
-	@echo "make readme   write the tables of README.md from headwise check and bench/results"
+	@echo "make readme   write the tables and charts of README.md and docs from bench/results (README_ARGS=--measure: check this CPU first)"
 	@echo "make hub-kernel lay the package out as a kernel of the Hugging Face Hub, in dist/hub-kernel"
 	@echo "make clean    remove the virtual environment and the caches"
 
@@ -61,7 +64,7 @@ test: $(STAMP) $(NEWEST)/.installed
 	@echo "headwise: the Gluon kernels, compiled by the newest release of Triton"
 	PYTHONPATH=$(NEWEST) $(PYTEST) -m "not slow" $(HOPPER)
 
-test-all: test test-slow
+test-all: test test-slow test-versions
 
 test-slow: $(STAMP) $(NEWEST)/.installed
 	$(PYTEST) -m slow -k "not webgpu"
@@ -75,7 +78,7 @@ test-slow: $(STAMP) $(NEWEST)/.installed
 	HEADWISE_WEBGPU_BINDING=$(ONE_HEAD) $(PYTEST) -k "webgpu and attention" tests/test_conformance.py
 	HEADWISE_WEBGPU_BINDING=$(ONE_ROW) $(PYTEST) -k "webgpu and not attention" tests/test_conformance.py
 
-.PHONY: docs release
+.PHONY: docs release test-versions
 
 # Material says at every build that it will be followed by another program; that is no warning about these pages.
 docs: $(STAMP)
@@ -87,6 +90,10 @@ docs: $(STAMP)
 release: $(STAMP)
 	PYTHON=$(BIN)/python scripts/try-release $(RELEASE_ARGS)
 
+# Other Pythons and PyTorches. --brief: every Python compiles the sources; no PyTorch, seconds.
+test-versions: $(STAMP)
+	PYTHON=$(BIN)/python scripts/try-versions $(VERSIONS_ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -97,7 +104,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 readme: $(STAMP)
-	$(BIN)/python scripts/update_readme.py
+	$(BIN)/python scripts/update_readme.py $(README_ARGS)
 
 hub-kernel:
 	@$(PYTHON) scripts/hub_kernel.py

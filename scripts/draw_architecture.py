@@ -1,7 +1,7 @@
-"""Draw the house from its imports: the rooms of src/headwise and who imports whom, between two marks in the page about it.
+"""Draw the house from its imports: the rooms of src/headwise and who imports whom, as docs/images/architecture.svg.
 
     python scripts/draw_architecture.py            write it
-    python scripts/draw_architecture.py --check    exit with 1 if the page shows something else
+    python scripts/draw_architecture.py --check    exit with 1 if the picture shows something else
 
 An arrow is an import that runs when the module is imported; a dotted one an import that runs when it is first needed. Types
 alone (TYPE_CHECKING) are not drawn.
@@ -13,29 +13,38 @@ import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
-PAGE = ROOT / "docs" / "architecture.md"
-BEGIN, END = "<!-- drawing: made by scripts/draw_architecture.py -->", "<!-- /drawing -->"
+PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 
-# Room -> what the drawing says of it. A module belongs to the longest name that it begins with.
+
+class Room(NamedTuple):
+    name: str
+    what: str
+    column: float
+    row: int
+    width: float = 1.0  # in columns
+
+
+# Module -> its room. A module belongs to the longest name that it begins with.
 ROOMS = {
-    "headwise": "headwise: the public functions",
-    "headwise.nn": "nn: torch.nn modules",
-    "headwise.distributed": "distributed: one sequence on many devices",
-    "headwise.integrations": "integrations: other people's conventions",
-    "headwise.ops": "ops: what each op means",
-    "headwise.webgpu": "webgpu: arrays",
-    "headwise.backends.registry": "backends/registry: who runs a call",
-    "headwise.backends.cpu": "backends/cpu",
-    "headwise.backends.triton": "backends/triton",
-    "headwise.backends.triton.hopper": "backends/triton/hopper",
-    "headwise.backends.webgpu": "backends/webgpu",
-    "headwise.arguments": "arguments, layout, config: plain facts that all of them share",
-    "headwise.cases": "cases, testing: the case tables, the error budget",
-    "headwise.reference": "reference: the oracle",
-    "headwise.cli": "cli, benchmark, demo, web: the tools",
+    "headwise.cli": Room("cli, benchmark, demo, web", "the tools: import what they like", 2, 0, 5),
+    "headwise.integrations": Room("integrations", "other people's conventions", 1, 1),
+    "headwise.distributed": Room("distributed", "one sequence, many devices", 0, 2),
+    "headwise": Room("headwise", "the public functions", 2, 2),
+    "headwise.cases": Room("cases, testing", "case tables, error budget", 4, 2),
+    "headwise.nn": Room("nn", "torch.nn modules", 0, 3),
+    "headwise.reference": Room("reference", "the oracle", 4, 3),
+    "headwise.ops": Room("ops", "what each op means", 1, 4),
+    "headwise.webgpu": Room("webgpu", "arrays, and a device", 3, 4),
+    "headwise.backends.registry": Room("backends/registry", "who runs a call", 1, 5),
+    "headwise.backends.cpu": Room("backends/cpu", "PyTorch's CPU kernels", 0, 6),
+    "headwise.backends.triton": Room("backends/triton", "NVIDIA and AMD GPUs", 1, 6),
+    "headwise.backends.webgpu": Room("backends/webgpu", "every other GPU", 3, 6),
+    "headwise.backends.triton.hopper": Room("backends/triton/hopper", "Gluon kernels for sm_90", 1, 7),
+    "headwise.arguments": Room("arguments, layout, config", "plain facts: imported by all of them", 2, 8, 5),
 }
 SAME_ROOM = {
     "headwise.layout": "headwise.arguments",
@@ -101,30 +110,113 @@ def _imported_by_name(path: Path) -> list[str]:
     return []
 
 
+_COLUMN, _ROW, _BOX, _HIGH, _EDGE = 212, 92, 184, 46, 14  # pixels
+_STYLE = """
+text { font: 12px system-ui, sans-serif; fill: #1f2328; text-anchor: middle; }
+.name { font-weight: 600; font-size: 13px; }
+.what { fill: #57606a; }
+rect { fill: #f2f8f8; stroke: #0b7285; }
+.shared { fill: #f6f8fa; stroke: #8c959f; }
+path { fill: none; stroke: #57606a; stroke-width: 1.3; }
+.late { stroke-dasharray: 4 4; }
+"""
+
+
 def drawing() -> str:
-    names = {name: name.removeprefix("headwise").strip(".").replace(".", "_") or "public" for name in ROOMS}
-    lines = ["```mermaid", "flowchart TD"]
-    lines += [f'    {names[name]}["{label}"]' for name, label in ROOMS.items()]
-    for (source, target), late in sorted(edges().items()):
-        if source != NOT_DRAWN_FROM and target != NOT_DRAWN_TO:
-            lines.append(f"    {names[source]} {'-.->' if late else '-->'} {names[target]}")
-    return "\n".join([*lines, "```"])
+    arrows = [
+        (source, target, late)
+        for (source, target), late in sorted(edges().items())
+        if source != NOT_DRAWN_FROM and target != NOT_DRAWN_TO
+    ]
+    ends = _ends([(source, target) for source, target, _ in arrows])
+    width, height = 5 * _COLUMN, (max(room.row for room in ROOMS.values()) + 1) * _ROW - 24
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
+        "<title>Who imports whom in src/headwise</title>",
+        f"<style>{_STYLE}</style>",
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<polygon points="0,0.8 8,4 0,7.2" fill="#57606a"/></marker></defs>',
+    ]
+    for source, target, late in arrows:
+        (x, y), (to_x, to_y) = ends[source, target]
+        way = _way(ROOMS[source], ROOMS[target], x, y, to_x, to_y)
+        mark = ' class="late"' if late else ""
+        lines.append(f'<path{mark} d="{way}" marker-end="url(#tip)"><title>{source} imports {target}</title></path>')
+    lines += [_box(name, room) for name, room in ROOMS.items()]
+    return "\n".join([*lines, "</svg>", ""])
 
 
-def page(text: str) -> str:
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{drawing()}\n{END}{after}"
+def _box(module: str, room: Room) -> str:
+    x, y = _middle(room)
+    width = _BOX + (room.width - 1) * _COLUMN
+    mark = ' class="shared"' if module in (NOT_DRAWN_FROM, NOT_DRAWN_TO) else ""
+    return (
+        f'<rect{mark} x="{x - width / 2:g}" y="{y - _HIGH / 2:g}" width="{width:g}" height="{_HIGH}" rx="6"/>'
+        f'<text class="name" x="{x:g}" y="{y - 3:g}">{room.name}</text>'
+        f'<text class="what" x="{x:g}" y="{y + 14:g}">{room.what}</text>'
+    )
+
+
+def _middle(room: Room) -> tuple[float, float]:
+    return (room.column + 0.5) * _COLUMN, room.row * _ROW + _HIGH / 2 + 10
+
+
+def _sides(source: Room, target: Room) -> tuple[str, str]:
+    """The side of each box that an arrow touches."""
+    if source.row == target.row:
+        return ("right", "left") if source.column < target.column else ("left", "right")
+    down = ("bottom", "top") if source.row < target.row else ("top", "bottom")
+    start, end = down
+    if _stands_between(source.column, source, target) and source.column != target.column:
+        start = "right" if source.column < target.column else "left"
+    if _stands_between(target.column, source, target):
+        end = "left" if source.column <= target.column else "right"
+        start = end if source.column == target.column else start
+    return start, end
+
+
+def _stands_between(column: float, source: Room, target: Room) -> bool:
+    top, bottom = sorted((source.row, target.row))
+    return any(room.column == column and top < room.row < bottom for room in ROOMS.values())
+
+
+def _ends(arrows: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[tuple[float, float], tuple[float, float]]]:
+    """Where every arrow begins and ends: those on one side of a box stand side by side, in the order of their other ends."""
+    on_side: dict[tuple[str, str], list[tuple[tuple[float, float], tuple[str, str], int]]] = {}
+    for source, target in arrows:
+        one, other = ROOMS[source], ROOMS[target]
+        for end, (name, far, side) in enumerate(zip((source, target), (other, one), _sides(one, other), strict=True)):
+            along = (far.column, far.row) if side in ("top", "bottom") else (far.row, far.column)
+            on_side.setdefault((name, side), []).append((along, (source, target), end))
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {arrow: [(0, 0), (0, 0)] for arrow in arrows}
+    for (name, side), of_side in on_side.items():
+        for at, (_, arrow, end) in enumerate(sorted(of_side)):
+            shift = (at - (len(of_side) - 1) / 2) * _EDGE * (1.6 if side in ("top", "bottom") else 0.8)
+            x, y = _middle(ROOMS[name])
+            half = {"top": (0, -_HIGH / 2), "bottom": (0, _HIGH / 2), "left": (-_BOX / 2, 0), "right": (_BOX / 2, 0)}[
+                side
+            ]
+            along_x = side in ("top", "bottom")
+            found[arrow][end] = (x + half[0] + shift * along_x, y + half[1] + shift * (not along_x))
+    return {arrow: (ends[0], ends[1]) for arrow, ends in found.items()}
+
+
+def _way(source: Room, target: Room, x: float, y: float, to_x: float, to_y: float) -> str:
+    """A curve that leaves a box, and meets the other, at a right angle."""
+    reach = {"top": (0, -1), "bottom": (0, 1), "left": (-1, 0), "right": (1, 0)}
+    (ax, ay), (bx, by) = (reach[side] for side in _sides(source, target))
+    far = max(24.0, 0.42 * abs(to_y - y)) if source.row != target.row else 24.0
+    one, other = far if ay else 30.0, far if by else 30.0  # sideways no further than the gap between columns
+    return (
+        f"M{x:g},{y:g} C{x + ax * one:g},{y + ay * one:g} {to_x + bx * other:g},{to_y + by * other:g} {to_x:g},{to_y:g}"
+    )
 
 
 def main() -> int:
-    text = PAGE.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise SystemExit(f"{PAGE} has no marks to draw between")
-    drawn = page(text)
+    drawn = drawing()
     if "--check" in sys.argv[1:]:
-        return int(drawn != text)
-    PAGE.write_text(drawn, encoding="utf-8")
+        return int(not PICTURE.exists() or PICTURE.read_text(encoding="utf-8") != drawn)
+    PICTURE.write_text(drawn, encoding="utf-8")
     return 0
 
 

@@ -20,6 +20,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "LICENSE")
 SHOWN = {".md", ".csv", ".png", ".json", ".svg"}
+# A README would be the first page of its section.
+RENAMED = {"bench/README.md": "bench/protocol.md"}
 _HELP = "<!-- help of every command -->"
 _LINK = re.compile(r"(\]\()(?!https?://|#|mailto:)([^)\s#]*)((?:#[^)\s]*)?\))")
 
@@ -45,6 +47,7 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
     for path in outside:
         if path.exists():
             name = path.relative_to(ROOT).as_posix()
+            name = RENAMED.get(name, name)
             files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
 
@@ -62,7 +65,7 @@ def in_site(link: str, page: str) -> str:
     from_outside = page.startswith("bench/") or page in FROM_ROOT
     folder = ROOT / (os.path.dirname(page) if from_outside else f"docs/{os.path.dirname(page)}")
     target = os.path.relpath(os.path.normpath(folder / link), ROOT).replace(os.sep, "/")
-    in_docs = target.removeprefix("docs/")
+    in_docs = RENAMED.get(target, target).removeprefix("docs/")
     return os.path.relpath(in_docs, os.path.dirname(page) or ".").replace(os.sep, "/")
 
 

@@ -12,6 +12,7 @@ import re
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
 
 Row = dict[str, str]
 FASTEST = "the fastest peer"
@@ -35,7 +36,7 @@ LINES = (
     Line("attention bf16", ("hopper",), "H200", r"^attention D", "", "FA4", _MASKED),
     Line("attention bf16", ("cuda",), "H200", r"^attention D", "", "FA2"),
     Line("attention bf16", ("cuda",), "H200", r"^attention D", "", "FlexAttention"),
-    Line("bool mask or bias, bf16", ("hopper", "cuda"), "H200", "", _MASKED, FASTEST),
+    Line("mask or bias, bf16, D 128", ("hopper", "cuda"), "H200", "", _MASKED, FASTEST),
     Line("attention float32", ("cuda",), "H200", r"^attention float32", "", "SDPA efficient"),
     Line("decoding, CUDA graphs", ("cuda",), "H200", r"^decode as CUDA graphs", "", "cuDNN"),
     Line("norms, softmax, loss, rope, glu", ("cuda",), "H200", r"^(rms_norm|softmax|training ops)$", "", "PyTorch"),
@@ -47,11 +48,18 @@ LINES = (
 class Summary(NamedTuple):
     line: Line
     device: str
+    peers: tuple[str, ...]  # those that were measured
     ratios: dict[str, list[float]]  # by direction; forward+backward counts as backward
 
     @property
     def measured(self) -> bool:
         return any(self.ratios.values())
+
+    @property
+    def against(self) -> str:
+        if self.line.peer != FASTEST or not self.peers:
+            return self.line.peer
+        return self.peers[0] if len(self.peers) == 1 else f"the faster of {', '.join(self.peers)}"
 
 
 def read(results: Path) -> list[Row]:
@@ -88,7 +96,8 @@ def _summary(line: Line, rows: list[Row]) -> Summary:
     for (*_, direction), ratio in by_case.items():
         ratios["forward" if direction == "forward" else "backward"].append(ratio)
     device = _device(max(chosen or of_suite, key=lambda r: r["date"])) if of_suite else line.device
-    return Summary(line, device.removesuffix(" Vulkan"), ratios)
+    peers = tuple(dict.fromkeys(row["contender"] for row in chosen))
+    return Summary(line, device.removesuffix(" Vulkan"), peers, ratios)
 
 
 def _device(row: Row) -> str:
@@ -101,7 +110,7 @@ def table(rows: list[Row]) -> str:
         cells = (_span(summary.ratios["forward"]), _span(summary.ratios["backward"]))
         if not summary.measured:
             cells = ("not measured yet", "")
-        lines.append(f"| {summary.line.label} | {summary.device} | {summary.line.peer} | {cells[0]} | {cells[1]} |")
+        lines.append(f"| {summary.line.label} | {summary.device} | {summary.against} | {cells[0]} | {cells[1]} |")
     dates = sorted(row["date"][:10] for row in rows if row["ratio"])
     lines += [
         "",
@@ -139,7 +148,7 @@ def chart(rows: list[Row], path: Path) -> None:
         panel.axvline(1.0, color=_INK, linewidth=1.1, zorder=1)
         for y, summary in enumerate(summaries):
             _draw_line(panel, y, summary)
-        names = [f"{s.line.label} · {s.device}\nagainst {s.line.peer}" for s in summaries]
+        names = [f"{s.line.label} · {s.device}\nagainst {s.against}" for s in summaries]
         panel.set_yticks(range(len(names)), names, fontsize=8.5, color=_INK)
         panel.set_ylim(len(names) - 0.4, -0.6)
         panel.set_xscale("log", base=2)
@@ -159,7 +168,20 @@ def chart(rows: list[Row], path: Path) -> None:
         panel.set_xlabel("their time / our time, all cases: right of 1× Headwise is faster", fontsize=9, color=_INK)
         _legend(figure)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None, "Creator": None})
+        figure.savefig(path, metadata={"Date": None, "Creator": None, "Description": _in_words(summaries)})
+
+
+def shows(path: Path, rows: list[Row]) -> bool:
+    """Does the picture show these rows? Its bytes depend on matplotlib's version too."""
+    return f"<dc:description>{escape(_in_words(summarise(rows)))}</dc:description>" in path.read_text(encoding="utf-8")
+
+
+def _in_words(summaries: list[Summary]) -> str:
+    def line(s: Summary) -> str:
+        spans = ", ".join(f"{direction} {_span(ratios)}" for direction, ratios in s.ratios.items() if ratios)
+        return f"{s.line.label} on {s.device} against {s.against}: {spans or 'not measured yet'}"
+
+    return "; ".join(map(line, summaries))
 
 
 def _draw_line(panel: Any, y: int, summary: Summary) -> None:

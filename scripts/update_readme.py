@@ -1,8 +1,8 @@
-"""Write the tables and the chart of README.md anew, and those of docs that stand between such marks: from a run of the
-conformance cases here, those kept of other machines, and the benchmark results.
+"""Write the tables and charts of README.md and docs that stand between marks anew, from the files in bench/results.
 
-    python scripts/update_readme.py            (or: make readme)
-    python scripts/update_readme.py --kept     from what is kept alone: runs nothing
+    python scripts/update_readme.py              (or: make readme) tables, chart, and the pictures in bench/results
+    python scripts/update_readme.py --check      exit with 1 if a table or the chart shows something else
+    python scripts/update_readme.py --measure    first run the conformance cases of the CPU here and keep their outcome
 
 Nothing in these tables is written by hand: a cell is filled because its cases passed, a ratio stands there because it was
 measured, with the device named.
@@ -17,7 +17,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import speed_summary
 
@@ -64,7 +66,8 @@ def check_this_machine() -> None:
     command = [sys.executable, "-m", "headwise", "check", "--backend", "cpu", "--jobs", jobs, "--json"]
     check = subprocess.run(command, check=False, capture_output=True, text=True)
     report = json.loads(check.stdout)
-    del report["environment"]["system"]  # the kernel of a machine says nothing about its kernels
+    for name in ("system", "kernels"):  # the operating system and a cache folder say nothing about results
+        del report["environment"][name]
     device = report["environment"]["cpu"]["model"]
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     (RESULTS / f"check-{slug}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -140,31 +143,72 @@ def _measured(row: dict[str, str]) -> tuple[str, float]:
 
 
 def hopper_table(rows: list[dict[str, str]], direction: str) -> str:
-    """Our rate in every case of the Hopper suite, and how many times as fast as each peer that is."""
+    """Our rate in every case of the Hopper suite, and how many times as fast as each peer that is.
+
+    Masked and biased calls have a table of their own, of times: how much work is left of one depends on its mask.
+    """
     of = [row for row in rows if row["direction"] == direction and row["median_ms"]]
-    peers = list(dict.fromkeys(row["contender"] for row in of if row["role"] == "peer"))
-    lines = ["| | TFLOP/s | " + " | ".join(f"of {peer}" for peer in peers) + " |", "| --- " * (len(peers) + 2) + "|"]
-    for ours in (row for row in of if row["role"] == "ours" and row["gflops_per_s"]):
-        same = {row["contender"]: row for row in of if (row["group"], row["case"]) == (ours["group"], ours["case"])}
+    plain = [row for row in of if row["group"] not in ("features", "roofs")]
+    masked = [row for row in of if row["group"] == "features"]
+    tables = [_hopper_rows(plain, "TFLOP/s", lambda row: f"{float(row['gflops_per_s']) / 1e3:.0f}")]
+    if masked:
+        tables.append(_hopper_rows(masked, "ms", lambda row: f"{float(row['median_ms']):.3g}"))
+    return "\n\n".join(tables)
+
+
+def _hopper_rows(rows: list[dict[str, str]], unit: str, figure: Callable[[dict[str, str]], str]) -> str:
+    peers = list(dict.fromkeys(row["contender"] for row in rows if row["role"] == "peer"))
+    lines = [f"| | {unit} | " + " | ".join(f"of {peer}" for peer in peers) + " |", "| --- " * (len(peers) + 2) + "|"]
+    for ours in (row for row in rows if row["role"] == "ours"):
+        same = {row["contender"]: row for row in rows if (row["group"], row["case"]) == (ours["group"], ours["case"])}
         ratios = [f"{float(same[peer]['ratio']):.2f}×" if peer in same else "" for peer in peers]
-        name = f"{ours['group'].removeprefix('attention ')}, {ours['case']}"
-        lines.append(f"| {name} | {float(ours['gflops_per_s']) / 1e3:.0f} | " + " | ".join(ratios) + " |")
-    first = of[0]
+        group = ours["group"].removeprefix("attention ")
+        name = ours["case"] if group == "features" else f"{group}, {ours['case']}"
+        lines.append(f"| {name} | {figure(ours)} | " + " | ".join(ratios) + " |")
+    first = rows[0]
+    rounds = sorted({int(row["rounds"]) for row in rows})
     lines += [
         "",
-        f"{first['device_name']}, PyTorch {first['torch']}, Triton {first['triton']}, {first['date'][:10]}; medians of "
-        f"{first['rounds']} shuffled rounds ([all rows](../bench/results/hopper-nvidia-h200.csv)).",
+        f"{first['device_name']}, PyTorch {first['torch']}, Triton {first['triton']}, "
+        f"{_span_of(sorted({row['date'][:10] for row in rows}))}; medians of {_span_of(rounds)} shuffled rounds "
+        "([all rows](../bench/results/hopper-nvidia-h200.csv)).",
     ]
     return "\n".join(lines)
 
 
-def write_hopper_tables() -> None:
+def _span_of(values: list[Any]) -> str:
+    return f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}"
+
+
+def pages() -> dict[Path, str]:
+    """Every page with tables of ours, as it should be."""
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("check-*.json"))]
+    summary = speed_summary.table(speed_summary.read(RESULTS))
     with (RESULTS / "hopper-nvidia-h200.csv").open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    for direction, name in HOPPER_PAGES.items():
-        page = ROOT / "docs" / name
-        text = replace_section(page.read_text(encoding="utf-8"), "standing", hopper_table(rows, direction))
-        page.write_text(text, encoding="utf-8")
+        hopper = list(csv.DictReader(file))
+    sections = {
+        README: {"ops": ops_table(reports), "speed": summary},
+        SPEED_PAGE: {"summary": summary, "speed": speed_tables()},
+        **{ROOT / "docs" / name: {"standing": hopper_table(hopper, d)} for d, name in HOPPER_PAGES.items()},
+    }
+    made = {}
+    for page, bodies in sections.items():
+        text = page.read_text(encoding="utf-8")
+        for name, body in bodies.items():
+            text = replace_section(text, name, body)
+        made[page] = text
+    return made
+
+
+def draw_pictures() -> None:
+    """The pictures of every CSV, as `headwise bench --plot-csv` draws them."""
+    from headwise.benchmark import plot_rates, report
+
+    for path in sorted(RESULTS.glob("*.csv")):
+        rows = report.read_csv(path)
+        drawn = {picture.name for picture in RESULTS.glob(f"{path.stem}-*.png")}
+        if rows and drawn:  # a suite without pictures gets none
+            plot_rates.save_all(rows, RESULTS, path.stem)
 
 
 def replace_section(text: str, name: str, body: str) -> str:
@@ -173,23 +217,30 @@ def replace_section(text: str, name: str, body: str) -> str:
     return pattern.sub(lambda m: f"{m[1]}{body}\n{m[2]}", text)
 
 
+def stale() -> list[str]:
+    """What `make readme` would change: pages, and the chart, which says in words what it shows."""
+    found = [page for page, text in pages().items() if page.read_text(encoding="utf-8") != text]
+    if not speed_summary.shows(CHART, speed_summary.read(RESULTS)):
+        found.append(CHART)
+    return [path.relative_to(ROOT).as_posix() for path in found]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kept", action="store_true", help="do not run the conformance cases here")
-    if not parser.parse_args().kept:
+    parser.add_argument("--check", action="store_true", help="write nothing: name what is not current")
+    parser.add_argument("--measure", action="store_true", help="run the conformance cases of the CPU here first")
+    args = parser.parse_args()
+    if args.check:
+        found = stale()
+        for name in found:
+            print(f"{name} does not show what is in bench/results: make readme")
+        return int(bool(found))
+    if args.measure:
         check_this_machine()
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("check-*.json"))]
-    rows = speed_summary.read(RESULTS)
-    speed_summary.chart(rows, CHART)
-    text = README.read_text(encoding="utf-8")
-    text = replace_section(text, "ops", ops_table(reports))
-    text = replace_section(text, "speed", speed_summary.table(rows))
-    README.write_text(text, encoding="utf-8")
-    text = SPEED_PAGE.read_text(encoding="utf-8")
-    text = replace_section(text, "summary", speed_summary.table(rows))
-    text = replace_section(text, "speed", speed_tables())
-    SPEED_PAGE.write_text(text, encoding="utf-8")
-    write_hopper_tables()
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")
+    speed_summary.chart(speed_summary.read(RESULTS), CHART)
+    draw_pictures()
     return 0
 
 

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "adding-an-op.md"
 MOST_FILES = 8
-_BLOCK = re.compile(r'^```(\w+) title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r'^```(\w+) title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
 TRANSFORMS = """
 import torch
@@ -38,7 +38,7 @@ def tree(tmp_path_factory):
     shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "tests", copy / "tests", ignore=shutil.ignore_patterns("__pycache__", "gpu"))
     shutil.copy(ROOT / "pyproject.toml", copy)
-    for language, path, text in _BLOCK.findall(PAGE.read_text(encoding="utf-8")):
+    for language, path, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
         if language == "diff":
             insert(copy / path, text)
         else:
@@ -72,7 +72,7 @@ def passed(output: str) -> int:
 
 
 def test_the_page_touches_few_files():
-    assert len({path for _, path, _ in _BLOCK.findall(PAGE.read_text(encoding="utf-8"))}) <= MOST_FILES
+    assert len({path for _, path, _ in BLOCK.findall(PAGE.read_text(encoding="utf-8"))}) <= MOST_FILES
 
 
 def test_the_copy_is_what_is_tested(tree):

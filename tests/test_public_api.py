@@ -18,6 +18,12 @@ from headwise import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = [f"headwise.{name}" for name in hw.__all__] + [f"headwise.nn.{name}" for name in nn.__all__]
+PAGES = {"headwise.distributed": "distributed", "headwise.webgpu": "webgpu"}  # the others are integrations
+MODULES = ("headwise.distributed", "headwise.webgpu", *(f"headwise.integrations.{name}" for name in (
+    "flash_attn", "onnx", "sdpa", "transformers")))  # fmt: skip
+# Names that no example calls: what Transformers calls after register(), and the parts of a prepared ONNX model.
+WITHOUT_EXAMPLE = {"NAME", "attention_forward", "make_mask", "Operator", "Prepared"}
+LISTED = (ROOT / "tests" / "data" / "public_api.txt").read_text(encoding="utf-8")
 REFERENCE = "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
 
 
@@ -48,3 +54,15 @@ def test_its_example_runs(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_in_the_reference(name):
     assert re.search(rf"^::: {re.escape(name)}$", REFERENCE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_an_example_of_its_page_uses_every_name(module):
+    """The examples of these pages are programs, which tests/test_docs.py runs."""
+    page = ROOT / "docs" / "reference" / f"{PAGES.get(module, 'integrations')}.md"
+    examples = "".join(
+        re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    )
+    names = re.findall(rf"^{re.escape(module)}\.(\w+)", LISTED, re.MULTILINE)
+    assert names
+    assert [n for n in names if n not in WITHOUT_EXAMPLE and not re.search(rf"\b{n}\b", examples)] == []
