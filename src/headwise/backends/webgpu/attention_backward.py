@@ -62,7 +62,7 @@ def attention_backward(device: Device, args: Any) -> tuple[Region | None, ...]:
     of_call = scores.of_call(device, forward, q, k, aux=stats, sink=False)
     group = heads // k.shape[1]
     problems = []
-    bound = (q, k, v, grad, out, *of_call.pairs.values(), *(x.written for x in results))
+    bound = (q, k, v, grad, out, *of_call.tensors.values(), *(x.written for x in results))
     for cut in scores.pieces(device, batch, k.shape[1], *bound):
         piece = Piece(*cut, group)
         first_row = 2 * batch + (piece.batch * heads + piece.key_head * group) * q_length
@@ -72,7 +72,8 @@ def attention_backward(device: Device, args: Any) -> tuple[Region | None, ...]:
         )  # fmt: skip
         rows = _Forward(*(None if x is None else piece.of_queries(x) for x in (out, lse, grad_lse)))  # type: ignore[arg-type]
         grads = (piece.of_queries(results[0].written), *(piece.of_keys(x.written) for x in results[1:]))
-        if _is_large(device, problem.q, problem.k, problem.v, problem.grad, rows.out):
+        packed = [] if problem.scores.words is None else [problem.scores.words.words]
+        if _is_large(device, problem.q, problem.k, problem.v, problem.grad, rows.out, *packed):
             _run_in_windows(device, problem, rows, *grads)
         else:
             problem = problem.bound(device)
@@ -107,7 +108,7 @@ def _run(device: Device, problem: Problem, dq: Region, dk: Region, dv: Region) -
 
 def _together(problem: Problem, dk: Region, dv: Region) -> list[tuple[Region | None, Region | None]]:
     """dk and dv in one dispatch; in two, if a mask and a bias take up the buffers that a kernel may bind."""
-    return [(dk, None), (None, dv)] if len(problem.scores.pairs) == 2 else [(dk, dv)]
+    return [(dk, None), (None, dv)] if len(problem.scores.tensors) == 2 else [(dk, dv)]
 
 
 # ------------------------------------------------------------------------------------- heads that are larger than a binding
@@ -165,7 +166,7 @@ def _pair_of_windows(
         for dim, (first, past) in ((2, queries), (3, keys)):
             x = x.narrow_broadcast(dim, first, past - first)
         pairs[name] = bindable(x)
-    return single._replace(q=q, k=k, v=v, grad=grad, scores=single.scores.with_pairs(pairs))
+    return single._replace(q=q, k=k, v=v, grad=grad, scores=single.scores.with_pairs(pairs).mask_rows(*queries))
 
 
 Windows = list[tuple[int, int]]
@@ -176,6 +177,8 @@ def _with_room_for_scores(
 ) -> tuple[Windows, Windows]:
     """The windows, made small enough that the mask and bias of a pair of them can be bound."""
     sizes = [past - first for first, past in (q_windows[0], k_windows[0])]
+    if problem.scores.words is not None:
+        sizes[0] = min(sizes[0], max(1, problem.scores.words.rows_at_once(device.capabilities.binding_bytes - 512)))
     for x in problem.scores.pairs.values():
         room = (device.capabilities.binding_bytes - 512) // x.itemsize
         while min(sizes[0], x.shape[2]) * min(sizes[1], x.shape[3]) > room:

@@ -92,7 +92,7 @@ def _add(
         splits, int(add), *window, problem.stats_first, *(n for x in (q, k, v, grad) for n in scores.vectors(x)),
         -(-math.prod(shape) // 4) * 4, *strides, *problem.scores.parameters,
     )  # fmt: skip
-    regions = {"q": q, "k": k, "v": v, "grad": grad, "stats": problem.stats, **problem.scores.pairs}
+    regions = {"q": q, "k": k, "v": v, "grad": grad, "stats": problem.stats, **problem.scores.tensors}
     device.run(kernel, owners * splits, parameters, **regions, partials=partials)
 
 

@@ -67,7 +67,10 @@ def attention_forward(device: Device, args: Any) -> tuple[Region, Region | None]
 def _run(device: Device, problem: _Problem, args: Any) -> None:
     batch, heads, queries, _ = problem.q.shape
     q_vectors, v_vectors = -(-problem.q.shape[3] // 4), -(-problem.v.shape[3] // 4)
-    tile = tiles.forward(device.capabilities, 8 * problem.q.itemsize, q_vectors, v_vectors, queries, batch * heads)
+    hides, bits = bool(problem.scores.tensors), 8 * problem.q.itemsize
+    tile = tiles.forward(device.capabilities, bits, q_vectors, v_vectors, queries, batch * heads, hides)
+    if problem.scores.bias is not None:
+        tile = tile.of_fours()
     entries, total = None, 0
     if args.packing is not None:
         entries, total = scores.packed_tiles(
@@ -94,9 +97,10 @@ def _run(device: Device, problem: _Problem, args: Any) -> None:
 
 def _dispatch(device: Device, part: _Problem, tiling: _Tiling, window: tuple[int, ...]) -> None:
     """One kernel over all rows of a part."""
-    direct = _direct(part.scores.numbers.scale, part.scores.variant)
+    variant = part.scores.variant if window else part.scores.wide_biases(math.gcd(tiling.tile.unroll, 4))
+    direct = _direct(part.scores.numbers.scale, variant)
     kernel = device.kernel(
-        "attention_forward", dtype=DTYPES[part.q.dtype], to=DTYPES[part.out.dtype], variant=part.scores.variant,
+        "attention_forward", dtype=DTYPES[part.q.dtype], to=DTYPES[part.out.dtype], variant=variant,
         q_vectors=-(-part.q.shape[3] // 4), v_vectors=-(-part.v.shape[3] // 4),
         subgroups=device.capabilities.tier >= "C", windowed=bool(window), chain=tiling.chain, direct=bool(direct),
         **tiling.tile._asdict(),
@@ -118,12 +122,12 @@ def _dispatch(device: Device, part: _Problem, tiling: _Tiling, window: tuple[int
 
 @functools.lru_cache(maxsize=1024)
 def _direct(scale: float, variant: scores.Variant) -> tuple[float, ...]:
-    """Parameters for weights that are computed from products q·k directly; none, if a mask, bias or cap prevents that.
+    """Parameters for weights that are computed from products q·k directly; none, if a bias or cap prevents that.
 
     power: turns a product into an exponent of two. natural: turns that into a logit. hidden: the product of a hidden key, as
     low as float32 allows without overflow. first_reference: so far above hidden that the weight of a hidden key is 0.
     """
-    if variant.mask or variant.bias or variant.cap or not 1e-30 < scale < 1e30:
+    if variant.bias or variant.cap or not 1e-30 < scale < 1e30:
         return ()
     power = float(np.float32(scale * math.log2(math.e)))
     hidden = -3.39e38 * min(1.0, 1.0 / power)
@@ -162,10 +166,13 @@ def _rows_at_once(device: Device, part: _Problem) -> list[tuple[int, int]]:
         if x.storage.size > device.capabilities.binding_bytes and x.shape[2] > 1 and bytes_of_row:
             room = device.capabilities.binding_bytes - 512 - x.narrow(2, 0, 1).span_bytes()
             most = min(most, max(1, room // bytes_of_row))
+    words = part.scores.words
+    if words is not None and words.words.storage.size > device.capabilities.binding_bytes:
+        most = min(most, max(1, words.rows_at_once(device.capabilities.binding_bytes - 512)))
     return [(first, min(most, queries - first)) for first in range(0, queries, most)]
 
 
 def _of_rows(part: _Problem, first: int, rows: int) -> _Problem:
     q, out, lse = (x.narrow(2, first, rows) for x in (part.q, part.out, part.lse))
     pairs = {name: x.narrow_broadcast(2, first, rows) for name, x in part.scores.pairs.items()}
-    return part._replace(q=q, out=out, lse=lse, scores=part.scores.with_pairs(pairs))
+    return part._replace(q=q, out=out, lse=lse, scores=part.scores.with_pairs(pairs).mask_rows(first, first + rows))

@@ -4,6 +4,7 @@ tile sizes of the latter."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -31,6 +32,11 @@ class BackwardTile(NamedTuple):
     @property
     def own_tile(self) -> int:
         return self.threads // self.lanes * self.rows
+
+    @property
+    def slots(self) -> int:
+        """Scores of a chunk that a lane has, of neighbouring streamed rows."""
+        return self.chunk // (min(self.lanes // self.rows, self.chunk) if self.subgroups else 1)
 
 
 class Piece(NamedTuple):
@@ -107,6 +113,9 @@ def windows(device: Device, problem: Problem, dim: int, *results: Region) -> Ite
     for x in pairs.values():
         if x.storage.size > most and x.shape[dim] > 1:
             rows = min(rows, (most - 512) // (x.numel // x.shape[dim] * x.itemsize))
+    words = problem.scores.words
+    if words is not None and dim == 2 and words.words.storage.size > most and words.words.span_bytes() > most - 512:
+        rows = min(rows, max(1, words.rows_at_once(most - 512)))
     if rows == length:
         if length:
             yield (0, length), problem
@@ -114,7 +123,11 @@ def windows(device: Device, problem: Problem, dim: int, *results: Region) -> Ite
     for first in range(0, length, max(rows, 1)):
         count = min(max(rows, 1), length - first)
         bound = {name: scores.bindable(device, x.narrow_broadcast(dim, first, count)) for name, x in pairs.items()}
-        yield (first, first + count), problem._replace(scores=problem.scores.with_pairs(bound))
+        seen = problem.scores.with_pairs(bound)
+        yield (
+            (first, first + count),
+            problem._replace(scores=seen.mask_rows(first, first + count) if dim == 2 else seen),
+        )
 
 
 def write_stats(device: Device, problem: Problem, out: Region, lse: Region, grad_lse: Region | None) -> None:
@@ -146,7 +159,9 @@ class Tiles(NamedTuple):
 def tiles_of(device: Device, side: str, problem: Problem) -> Tiles:
     q, k, v = problem.q, problem.k, problem.v
     batch, heads, length, _ = (q if side == QUERIES else k).shape
-    tile = _tile(device.capabilities, side, 8 * q.itemsize, q.shape[3] // 4, v.shape[3] // 4, batch * heads, length)
+    masked = problem.scores.words is not None
+    widths = q.shape[3] // 4, v.shape[3] // 4
+    tile = _tile(device.capabilities, side, 8 * q.itemsize, *widths, batch * heads, length, masked)
     if problem.packing is None:
         return Tiles(tile, -(-length // tile.own_tile), None)
     of_queries, of_keys = scores.packed_sides(problem.packing, q, k)
@@ -168,13 +183,16 @@ def run_side(
     if problem.packing is not None:
         queries, keys = problem.packing.max_q, problem.packing.max_k
     summed = keys if side == QUERIES else queries * problem.piece.group  # rows: of all query heads of a key head
+    variant = of_call.variant
+    if side == QUERIES and streamed is None:
+        variant = of_call.wide_biases(math.gcd(own.tile.slots, 4))
     kernel = device.kernel(
         "attention_backward", side=side, dtype=DTYPES[q.dtype], first=q.shape[3] // 4, second=v.shape[3] // 4,
-        want_first=first is not None, want_second=second is not None, variant=of_call.variant, **own.tile._asdict(),
+        want_first=first is not None, want_second=second is not None, variant=variant, **own.tile._asdict(),
         chain=tiles.chain(q.dtype, summed) if streamed is None else tiles.CHAIN, windowed=streamed is not None,
         to=DTYPES[next(x.dtype for x in results if x is not None)],
     )  # fmt: skip
-    regions = {"q": q, "k": k, "v": v, "grad": grad, "stats": problem.stats, **of_call.pairs}
+    regions = {"q": q, "k": k, "v": v, "grad": grad, "stats": problem.stats, **of_call.tensors}
     parameters: tuple[float, ...] = (
         own.total, *window, problem.stats_first, *(streamed or ()), *(n for x in (q, k, v, grad) for n in scores.vectors(x)),
     )  # fmt: skip
@@ -193,8 +211,9 @@ def run_side(
 
 @functools.lru_cache(maxsize=4096)
 def _tile(
-    capabilities: Capabilities, side: str, bits: int, first: int, second: int, heads: int, length: int
-) -> BackwardTile:
+    capabilities: Capabilities, side: str, bits: int, first: int, second: int, heads: int, length: int,
+    masked: bool,
+) -> BackwardTile:  # fmt: skip
     """What ``tiles.json`` lists for ``attention_backward_queries`` or ``…_keys``, or a tile by limits alone."""
     subgroup = capabilities.subgroup_size if capabilities.tier >= "C" else 0
     enough = tiles.busy(capabilities)
@@ -202,7 +221,7 @@ def _tile(
     for entry in tiles.listed(f"attention_backward_{side}", capabilities, bits, max(first, second)):
         tile = BackwardTile(**entry, subgroups=subgroup > 0)
         if (
-            workgroup_bytes(tile, side, first, second) <= capabilities.workgroup_memory
+            workgroup_bytes(tile, side, first, second, masked) <= capabilities.workgroup_memory
             and tile.threads <= capabilities.workgroup_threads
             and (tile.lanes <= subgroup or not subgroup)
         ):
@@ -210,14 +229,15 @@ def _tile(
             if heads * -(-length // tile.own_tile) >= enough:
                 return tile
     if found is None:
-        found = default_tile(subgroup, side, first, second)
+        found = default_tile(subgroup, side, first, second, masked)
         if subgroup and heads * -(-length // found.own_tile) < enough and found.threads > 64:
             found = found._replace(threads=64)
     return found
 
 
-def default_tile(subgroup: int, side: str, first: int, second: int) -> BackwardTile:
-    """A tile that fits every adapter. subgroup: its size, or 0. first, second: vectors of a row of q and of v."""
+def default_tile(subgroup: int, side: str, first: int, second: int, masked: bool = False) -> BackwardTile:
+    """A tile that fits every adapter. subgroup: its size, or 0. first, second: vectors of a row of q and of v. masked: with a
+    mask."""
     widest = max(first, second)
     held, most = (3, 4) if side == QUERIES else (4, 2)  # tensors in registers; vectors that a lane has of a row
     rows = lanes = 4
@@ -229,19 +249,22 @@ def default_tile(subgroup: int, side: str, first: int, second: int) -> BackwardT
         tile = BackwardTile(rows, lanes, 128, 32, 8, True)
     else:
         tile = BackwardTile(rows, lanes, 64, 16, 4, False)
-    while tile.streamed_rows > tile.chunk and workgroup_bytes(tile, side, first, second) > FLOOR_WORKGROUP_MEMORY:
+    while (
+        tile.streamed_rows > tile.chunk and workgroup_bytes(tile, side, first, second, masked) > FLOOR_WORKGROUP_MEMORY
+    ):
         tile = tile._replace(streamed_rows=tile.streamed_rows // 2)
-    while tile.threads > lanes and workgroup_bytes(tile, side, first, second) > FLOOR_WORKGROUP_MEMORY:
+    while tile.threads > lanes and workgroup_bytes(tile, side, first, second, masked) > FLOOR_WORKGROUP_MEMORY:
         tile = tile._replace(threads=tile.threads // 2)
     return tile
 
 
-def workgroup_bytes(tile: BackwardTile, side: str, first: int, second: int) -> int:
+def workgroup_bytes(tile: BackwardTile, side: str, first: int, second: int, masked: bool = False) -> int:
     """Workgroup memory that a kernel needs, if it writes all results."""
     row = sum(-(-vectors // tile.lanes) * tile.lanes for vectors in (first, second))
     size = 16 * tile.streamed_rows * row
     if side == KEYS:
         size += 8 * tile.streamed_rows
+        size += masked * 4 * tile.streamed_rows * max(tile.own_tile // 32, 1)
     if not tile.subgroups:
         size += 16 * (2 * tile.rows * (tile.threads + 1) + (2 if side == KEYS else 1) * tile.own_tile)
     return size

@@ -119,7 +119,7 @@ class _Problem(NamedTuple):
 
 def _problem(device: Device, args: Any, grad: Region | None) -> _Problem:
     q, k = scores.aligned(device, args.q), scores.aligned(device, args.k)
-    found = _Problem(q, k, args.rows, scores.of_call(device, args, q, k), grad, 1)
+    found = _Problem(q, k, args.rows, scores.of_call(device, args, q, k, pack=False), grad, 1)
     return found._replace(micro=4) if found.lines > 16 else found
 
 

@@ -9,6 +9,7 @@ import torch
 
 from headwise.backends.webgpu import copies
 from headwise.backends.webgpu.device import Device
+from headwise.backends.webgpu.mask_words import PackedMask, packed_mask
 from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region
 
@@ -18,7 +19,7 @@ _LENGTHS = ("kv_lengths", "q_lengths", "kv_starts")
 class Variant(NamedTuple):
     """Template variables of ``scores.wgsl``: the features that a call uses."""
 
-    mask: bool
+    mask: str  # "words" (mask_words.py), "bytes" as it was given, or "" for none
     bias: str  # dtype, or "" for none
     lengths: bool
     sink: bool
@@ -27,6 +28,7 @@ class Variant(NamedTuple):
     right: bool
     packed: bool
     dropout: bool = False
+    bias_width: int = 1  # biases of neighbouring keys that a kernel reads at once
 
 
 class Dropout(NamedTuple):
@@ -60,7 +62,8 @@ class Scores(NamedTuple):
 
     variant: Variant
     numbers: Numbers
-    mask: Region | None
+    mask: Region | None  # bytes
+    words: PackedMask | None  # the mask, packed
     bias: Region | None
     aux: Region | None  # lengths, sinks and the seed of dropout, see attention_aux.wgsl
     dropout: Dropout | None
@@ -70,21 +73,31 @@ class Scores(NamedTuple):
         return (
             *self.numbers,
             *(self.dropout or ()),
+            *(() if self.words is None else self.words.parameters),
             *(stride for x in self.pairs.values() for stride in x.broadcast_strides),
         )
 
     @property
     def pairs(self) -> dict[str, Region]:
-        """Tensors with an entry for each query and key."""
+        """Tensors with an entry for each query and key. (A packed mask has none for a key.)"""
         return {name: x for name, x in (("mask", self.mask), ("bias", self.bias)) if x is not None}
 
     @property
     def regions(self) -> dict[str, Region]:
         """All that kernels bind."""
-        return self.pairs if self.aux is None else self.pairs | {"aux": self.aux}
+        return self.tensors if self.aux is None else self.tensors | {"aux": self.aux}
+
+    @property
+    def tensors(self) -> dict[str, Region]:
+        """Mask and bias as they are bound."""
+        return self.pairs if self.words is None else self.pairs | {"mask": self.words.words}
 
     def with_pairs(self, pairs: dict[str, Region]) -> Scores:
         return self._replace(mask=pairs.get("mask"), bias=pairs.get("bias"))
+
+    def mask_rows(self, first: int, past: int) -> Scores:
+        """With no more of a packed mask than queries [first, past) need."""
+        return self if self.words is None else self._replace(words=self.words.rows(first, past))
 
     def narrow(self, batch: int, batches: int, head: int, heads: int, group: int) -> Scores:
         """Those of some batch entries and query heads."""
@@ -99,18 +112,30 @@ class Scores(NamedTuple):
         dropout = self.dropout
         if dropout is not None:
             dropout = dropout._replace(batch=dropout.batch + batch, head=dropout.head + head)
-        return self._replace(numbers=numbers, dropout=dropout).with_pairs(pairs)
+        words = None if self.words is None else self.words.narrow(batch, batches, head, heads)
+        return self._replace(numbers=numbers, dropout=dropout, words=words).with_pairs(pairs)
+
+    def wide_biases(self, most: int) -> Variant:
+        """The variant that reads up to ``most`` (1, 2, 4) biases at once, as their places allow."""
+        width, bias = most, self.bias
+        if bias is None or bias.shape[3] == 1 or bias.strides[3] != 1:
+            return self.variant
+        while any(place % width for place in (bias.offset, *bias.broadcast_strides[:3])):
+            width //= 2
+        return self.variant._replace(bias_width=width)
 
     def without_sink(self) -> Scores:
         aux = self.aux if self.variant.lengths or self.variant.dropout else None
         return self._replace(variant=self.variant._replace(sink=False), aux=aux)
 
 
-def of_call(device: Device, args: Any, q: Region, k: Region, aux: Region | None = None, sink: bool = True) -> Scores:
+def of_call(
+    device: Device, args: Any, q: Region, k: Region, aux: Region | None = None, sink: bool = True, pack: bool = True
+) -> Scores:
     """args: `Attention` or `Probs`. q ``(B, Hq, Sq, D)``, k ``(B, Hk, Sk, D)``; packed ones as ``(1, H, T, D)`` views.
 
     aux: memory for lengths and sinks, if the caller has it, and for a seed in its last two words. sink: do the kernels read
-    it?
+    it? pack: the mask?
     """
     mask, bias = (None if x is None else x.with_leading(4) for x in (args.mask, args.bias))
     batch, heads, q_length, _ = q.shape
@@ -118,7 +143,7 @@ def of_call(device: Device, args: Any, q: Region, k: Region, aux: Region | None 
     flags, sink = args.flags, sink and args.sink is not None
     lengths = any(getattr(args, name) is not None for name in _LENGTHS)
     variant = Variant(
-        mask is not None, "" if bias is None else DTYPES[bias.dtype], lengths, sink, flags.softcap > 0, flags.left >= 0,
+        "" if mask is None else "words" if pack else "bytes", "" if bias is None else DTYPES[bias.dtype], lengths, sink, flags.softcap > 0, flags.left >= 0,
         flags.right >= 0, getattr(args, "packing", None) is not None, args.dropout_seed is not None,
     )  # fmt: skip
     # Kernels add both sides of the band to positions in 32 bits: no side needs to be longer than the longest distance.
@@ -127,6 +152,8 @@ def of_call(device: Device, args: Any, q: Region, k: Region, aux: Region | None 
         batch, heads, heads // max(key_heads, 1), q_length, k_length, min(flags.left, farthest),
         min(flags.right, farthest), flags.scale, flags.softcap or 1.0, 0, 4 * batch if lengths else 0,
     )  # fmt: skip
+    words = packed_mask(device, mask) if pack and mask is not None else None
+    mask = None if pack else mask
     dropout = None
     if lengths or sink or variant.dropout:
         if aux is None:
@@ -134,8 +161,8 @@ def of_call(device: Device, args: Any, q: Region, k: Region, aux: Region | None 
         if variant.dropout:
             dropout = Dropout(flags.dropped_below, flags.kept_scale, aux.numel - 2)
         _write_aux(device, args, sink, numbers, dropout, aux)
-        return Scores(variant, numbers, mask, bias, aux, dropout)
-    return Scores(variant, numbers, mask, bias, None, None)
+        return Scores(variant, numbers, mask, words, bias, aux, dropout)
+    return Scores(variant, numbers, mask, words, bias, None, None)
 
 
 def _write_aux(device: Device, args: Any, sink: bool, numbers: Numbers, dropout: Dropout | None, aux: Region) -> None:

@@ -46,14 +46,19 @@ class ForwardTile(NamedTuple):
     def queries(self) -> int:
         return self.threads // self.lanes * self.rows
 
-    def memory(self, q_vectors: int, v_vectors: int, subgroups: bool) -> int:
-        """Bytes of workgroup memory."""
+    def memory(self, q_vectors: int, v_vectors: int, subgroups: bool, hides: bool = False) -> int:
+        """Bytes of workgroup memory. hides: with a mask or bias."""
         of_a_key = sum(-(-vectors // self.lanes) * self.lanes for vectors in (q_vectors, v_vectors))
         exchanged = 0
         if not subgroups:
             numbers = self.rows - (self.rows == self.lanes) + 1  # products of rows, and weights
-            exchanged = 4 * self.threads * (numbers * self.unroll + 1)
+            exchanged = 4 * self.threads * (numbers * self.unroll + 1 + hides)
         return 16 * self.keys * of_a_key + exchanged
+
+    def of_fours(self) -> ForwardTile:
+        """With keys worked on at once that are vectors of four, if they were four or more: for biases."""
+        unroll = self.unroll // 4 * 4 or self.unroll
+        return self._replace(keys=self.keys // self.unroll * unroll, unroll=unroll)
 
     def registers(self, q_vectors: int, v_vectors: int) -> int:
         return 4 * self.rows * sum(-(-vectors // self.lanes) for vectors in (q_vectors, v_vectors))
@@ -75,15 +80,16 @@ def forced(kernel: str, tile: ForwardTile) -> Iterator[None]:
 
 
 def forward(
-    capabilities: Capabilities, bits: int, q_vectors: int, v_vectors: int, queries: int, heads: int
+    capabilities: Capabilities, bits: int, q_vectors: int, v_vectors: int, queries: int, heads: int, hides: bool
 ) -> ForwardTile:
-    """The tile for rows of q and v of this many vectors, and ``queries`` rows in each of ``heads`` heads."""
-    return _forced.get("attention_forward") or _forward(capabilities, bits, q_vectors, v_vectors, queries, heads)
+    """The tile for rows of q and v of this many vectors, and ``queries`` rows in each of ``heads`` heads. hides: with a mask
+    or bias."""
+    return _forced.get("attention_forward") or _forward(capabilities, bits, q_vectors, v_vectors, queries, heads, hides)
 
 
 @functools.lru_cache(maxsize=4096)
 def _forward(
-    capabilities: Capabilities, bits: int, q_vectors: int, v_vectors: int, queries: int, heads: int
+    capabilities: Capabilities, bits: int, q_vectors: int, v_vectors: int, queries: int, heads: int, hides: bool
 ) -> ForwardTile:
     subgroups = capabilities.tier >= "C"
     enough = busy(capabilities)
@@ -93,12 +99,12 @@ def _forward(
     fitting = [
         tile
         for tile in known
-        if tile.memory(q_vectors, v_vectors, subgroups) <= capabilities.workgroup_memory
+        if tile.memory(q_vectors, v_vectors, subgroups, hides) <= capabilities.workgroup_memory
         and tile.threads <= capabilities.workgroup_threads
         and (not subgroups or tile.lanes * tile.apart <= capabilities.subgroup_size)
     ]
     if not fitting:
-        tile = default_forward(capabilities, q_vectors, v_vectors)
+        tile = default_forward(capabilities, q_vectors, v_vectors, hides)
         smaller = tile.threads
         while smaller >= max(32, tile.lanes):
             fitting.append(tile._replace(threads=smaller))
@@ -111,7 +117,7 @@ def chain(dtype: torch.dtype, rows: int) -> int:
     return CHAIN if dtype == torch.float32 and rows > CHAIN else 0
 
 
-def default_forward(capabilities: Capabilities, q_vectors: int, v_vectors: int) -> ForwardTile:
+def default_forward(capabilities: Capabilities, q_vectors: int, v_vectors: int, hides: bool = False) -> ForwardTile:
     """A tile for any head dim up to 512 that fits every adapter of the tier."""
     subgroups = capabilities.tier >= "C"
     widest = max(q_vectors, v_vectors)
@@ -123,7 +129,7 @@ def default_forward(capabilities: Capabilities, q_vectors: int, v_vectors: int) 
     while tile.rows > 1 and tile.registers(q_vectors, v_vectors) > _MOST_REGISTERS:
         tile = tile._replace(rows=tile.rows // 2)
     memory = min(capabilities.workgroup_memory, FLOOR_WORKGROUP_MEMORY)
-    while tile.memory(q_vectors, v_vectors, subgroups) > memory:
+    while tile.memory(q_vectors, v_vectors, subgroups, hides) > memory:
         if tile.keys > tile.unroll:
             tile = tile._replace(keys=tile.keys - tile.unroll)
         else:

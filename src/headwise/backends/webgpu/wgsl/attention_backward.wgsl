@@ -20,8 +20,8 @@
 //
 {% endif %}
 {% if windowed %}
-// Heads that are larger than a binding are cut into windows, with one dispatch for each pair. Own rows, their results, mask
-// and bias start at window_first; streamed rows, and the other dim of mask and bias, at streamed_first. Sums continue those
+// Heads that are larger than a binding are cut into windows, with one dispatch for each pair. Own rows, their results and bias
+// start at window_first; streamed rows, and the other dim of the bias, at streamed_first. Sums continue those
 // of earlier windows and query heads of the group (`resumes`), as a chain does; the last dispatch `finishes` them.
 //
 {% endif %}
@@ -29,14 +29,14 @@
 //            variant (see scores.wgsl), side, dtype, first (vectors of a row of q, k), second (of v, dO), rows, lanes,
 //            threads, streamed_rows (in workgroup memory), chunk, subgroups (bool), chain (rows after which sums go to
 //            memory, streamed_rows and more, or 0), want_first, want_second (side "keys": dk, dv)
-// parameters: results, mask and bias begin at own row window_first; stats of the first row are at stats_first
+// parameters: results and bias begin at own row window_first; stats of the first row are at stats_first
 {% import "scores.wgsl" as scores with context %}
 {% set queries = side == "queries" %}
 {% set chain = chain // streamed_rows * streamed_rows %}
 {% set own, streamed = (("q", "grad"), ("k", "v")) if queries else (("k", "v"), ("q", "grad")) %}
 {% set result_first, result_second = ("dq", "") if queries else ("dk" if want_first else "", "dv" if want_second else "") %}
 {% set need_second = result_first != "" %}{# the products dO · v #}
-{% set may_hide = variant.mask or variant.bias != "" %}{# single scores, where a tile is wholly visible by the band #}
+{% set may_hide = variant.mask != "" or variant.bias != "" %}{# single scores, where a tile is wholly visible by the band #}
 {% set groups = threads // lanes %}
 {% set own_tile = groups * rows %}
 {% set chunks = streamed_rows // chunk %}
@@ -44,6 +44,7 @@
 {% set second_each = (second + lanes - 1) // lanes %}
 {% set spread = [lanes // rows, chunk] | min if subgroups else 1 %}{# lanes that share the scores of one own row #}
 {% set slots = chunk // spread %}{# scores that a lane has of a chunk #}
+{% set own_words = [own_tile // 32, 1] | max %}{# of a query, with the bits of the own keys #}
 {% import "attention_backward_rows.wgsl" as rows_of with context %}
 {{ scores.backward_inputs(variant, dtype) }}
 {% if variant.packed %}
@@ -66,6 +67,9 @@ var<workgroup> second{{ x }}: array<vec4<f32>, {{ chunks * second_each * lanes }
 {% endfor %}
 {% if not queries %}
 var<workgroup> streamed_stats: array<vec2<f32>, {{ streamed_rows }}>; // lse, delta
+{% if variant.mask %}
+var<workgroup> streamed_words: array<u32, {{ streamed_rows * own_words }}>; // of the mask
+{% endif %}
 {% endif %}
 {% if not subgroups %}
 // Partial sums [own row of the lanes][thread], one row of padding against bank conflicts; weights [own row of the tile].
@@ -87,6 +91,14 @@ var<workgroup> weights_second: array<vec4<f32>, {{ own_tile }}>;
 {% if windowed %}
 fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
     return vec2<i32>(max(range.x, window.x), max(min(range.y, window.y), 0));
+}
+{% endif %}
+{% if variant.mask %}
+// A bit for each of the rows from `first` on, of this lane's slots, that lies in [seen.x, seen.y).
+fn within_band(seen: vec2<i32>, first: i32) -> u32 {
+    let low = u32(clamp(seen.x - first, 0, {{ slots }}));
+    let high = u32(clamp(seen.y - first, 0, {{ slots }}));
+    return ((1u << high) - 1u) & ~((1u << low) - 1u);
 }
 {% endif %}
 fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
@@ -124,7 +136,7 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
 {% endif %}
     let offset = extent.keys - extent.queries;
     let own_past = extent.{{ "queries" if queries else "keys" }};
-    // Results, masks and biases that are larger than a binding are cut into windows of own rows.
+    // Results and biases that are larger than a binding are cut into windows of own rows.
     let window_first = params.window_first - i32(own_start);
     let window_past = min(params.window_past - i32(own_start), own_count);
     if (own_first >= window_past || own_first + {{ own_tile }} <= window_first) { return; }
@@ -136,7 +148,7 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
 {% endif %}
     let seen_by_first = {{ visible("own_first") }};
     let seen_by_last = {{ visible("own_last") }};
-    let start = seen_by_first.x;
+    let start = seen_by_first.x{{ " / %d * %d" % (variant.bias_width, variant.bias_width) if variant.bias and variant.bias_width > 1 }};
     let past = select(0, seen_by_last.y, own_last >= {{ "own_first" if queries else "max(own_first, extent.first_key)" }});
     let whole = seen_by_last.x;
     let whole_past = seen_by_first.y;
@@ -187,7 +199,9 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
     // The own row whose scores this lane computes, what it may see, and from which streamed row of a chunk on.
     let my_row = own_first + i32(group * {{ rows }}u + lane % {{ rows }}u);
 {% if may_hide %}
-    let my_row_bound = u32(my_row - window_first); // in what is bound of mask and bias
+{% if variant.bias %}
+    let my_row_bound = u32(my_row - window_first); // in what is bound of the bias
+{% endif %}
     let my_row_outside = my_row < {{ "window_first" if queries else "max(window_first, extent.first_key)" }} || my_row >= min(window_past, own_past);
 {% if queries %}
     var saw = 0u; // bits of all weights of that row
@@ -208,6 +222,15 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
 
 {% if queries %}
     let head = own_head;
+{% if variant.mask %}
+    // Queries of this workgroup, and the words of the mask of this lane's own.
+    let of_first = u32(max(own_first, window_first));
+    let of_last = u32(max(min(own_last, window_past - 1), i32(of_first)));
+    let mask_row = mask_row_at(batch, head, clamp(u32(my_row), of_first, of_last));
+{% endif %}
+{% if variant.bias %}
+    let bias_row = bias_row_at(batch, head, my_row_bound);
+{% endif %}
     let streamed_head = head / params.group;
     let stats_base = params.stats_first + (batch * params.heads + head) * params.q_length + own_start;
     let own_stats = bitcast<vec2<f32>>(load_stats(stats_base + u32(clamp(my_row, 0, last_own))));
@@ -215,6 +238,12 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
     let delta = own_stats.y;
     {
 {% else %}
+{% if variant.mask %}
+    // Where the bits of the own keys are.
+    let mask_tile = u32(own_first) / 32u;
+    let my_word = u32(my_row) / 32u - mask_tile;
+    let my_bit = u32(my_row) % 32u;
+{% endif %}
     for (var member = 0u; member < params.group; member++) {
     let head = own_head * params.group + member;
     let streamed_head = head;
@@ -226,7 +255,7 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
     let {{ streamed[0] }}_base = batch * params.{{ streamed[0] }}_b + streamed_head * params.{{ streamed[0] }}_h + {{ streamed_bound }} * params.{{ streamed[0] }}_s;
     let {{ streamed[1] }}_base = batch * params.{{ streamed[1] }}_b + streamed_head * params.{{ streamed[1] }}_h + {{ streamed_bound }} * params.{{ streamed[1] }}_s;
 {% if chain %}
-    for (var chain_first = start; chain_first < past; chain_first += {{ chain }}) {
+    for (var chain_first = {{ rows_of.next_of("start") }}; chain_first < past; {{ rows_of.step("chain_first", chain) }}) {
     let chain_past = min(past, chain_first + {{ chain }});
     let more = chain_past - chain_first;
     if (chained + more > {{ chain }}) {
@@ -246,11 +275,11 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
     }
     chained += more;
 {% else %}
-    let chain_first = start;
+    let chain_first = {{ rows_of.next_of("start") }};
     let chain_past = past;
     {
 {% endif %}
-    for (var at = chain_first; at < chain_past; at += {{ streamed_rows }}) {
+    for (var at = chain_first; at < chain_past; {{ rows_of.step("at", streamed_rows) }}) {
         workgroupBarrier();
 {{ rows_of.load_tile("first", streamed[0], first, first_each) }}
 {{ rows_of.load_tile("second", streamed[1], second, second_each) }}
@@ -260,14 +289,51 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
             streamed_stats[thread + {{ y }}u] = bitcast<vec2<f32>>(load_stats(stats_base + u32(min(at + i32(thread + {{ y }}u), past - 1))));
         }
 {% endfor %}
+{% if variant.mask %}
+{% for y in range(0, streamed_rows * own_words, threads) %}
+        if (thread + {{ y }}u < {{ streamed_rows * own_words }}u) {
+            let i = thread + {{ y }}u;
+            let words_at = mask_row_at(batch, head, u32(min(at + i32(i / {{ own_words }}u), past - 1)));
+            streamed_words[i] = load_mask(words_at + (mask_tile + i % {{ own_words }}u) * params.mask_word);
+        }
+{% endfor %}
+{% endif %}
 {% endif %}
         workgroupBarrier();
-        let partial = at < whole || at + {{ streamed_rows }} > whole_past;
+        let partial = at < whole || at + {{ streamed_rows }} > whole_past{{ " || !" ~ rows_of.mask_shows_all() if variant.mask }};
         for (var i = 0u; i < {{ chunks }}u; i++) {
             let chunk_first = at + i32(i * {{ chunk }}u);
             if (chunk_first >= past) { break; }
-{% if subgroups and (variant.left or variant.right) %}
+{% if variant.mask %}
+            // Of the rows of this lane's slots, those that its own row sees or is seen by.
+            var seen_bits = {{ 2 ** slots - 1 }}u;
+            if (partial) {
+{% if queries %}
+                seen_bits = mask_bits(mask_row, u32(chunk_first + slot_first));
+{% else %}
+                seen_bits = 0u;
+{% for m in range(slots) %}
+                seen_bits |= ((streamed_words[(i * {{ chunk }}u + u32(slot_first + {{ m }})) * {{ own_words }}u + my_word] >> my_bit) & 1u) << {{ m }}u;
+{% endfor %}
+{% endif %}
+                seen_bits = select(seen_bits & within_band(my_range, chunk_first + slot_first), 0u, my_row_outside);
+            }
+{% if subgroups %}
+            if (partial && subgroupAll(seen_bits == 0u)) { continue; }
+{% endif %}
+{% elif subgroups and (variant.left or variant.right) %}
             if (partial && subgroupAll(chunk_first >= my_range.y || chunk_first + {{ chunk }} <= my_range.x)) { continue; }
+{% endif %}
+{% if variant.bias %}
+            // Read before the products, which take long.
+{% set streamed_bound = "chunk_first + slot_first" ~ (" - params.streamed_first" if windowed else "") %}
+{% if queries %}
+{{ scores.biases(variant, "bias_row", "u32(%s)" % streamed_bound, slots) }}
+{% else %}
+{% for m in range(slots) %}
+            let added{{ m }} = bias_of(batch, head, u32({{ streamed_bound }} + {{ m }}), my_row_bound);
+{% endfor %}
+{% endif %}
 {% endif %}
             let first_at = i * {{ first_each * lanes }}u + lane;
             let second_at = i * {{ second_each * lanes }}u + lane;
@@ -316,12 +382,7 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
 {% set lse = "lse" if queries else "pair%d.x" % m %}
 {% set delta = "delta" if queries else "pair%d.y" % m %}
             let capped{{ m }} = logit_of(s_{{ m }});
-{% if may_hide %}
-            let other_row{{ m }} = u32(chunk_first + slot_first + {{ m }}{{ " - params.streamed_first" if windowed }});
-{% set query, key = ("my_row_bound", "other_row%d" % m) if queries else ("other_row%d" % m, "my_row_bound") %}
-{% endif %}
 {% if variant.bias %}
-            let added{{ m }} = bias_of(batch, head, {{ query }}, {{ key }});
             let logit{{ m }} = biased(capped{{ m }}, added{{ m }});
 {% else %}
             let logit{{ m }} = capped{{ m }};
@@ -330,9 +391,9 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
 {% if need_second %}
             var ds_{{ m }} = p_{{ m }} * ({{ "select(0.0, dp_%d * params.kept_scale, (kept_of_slots & %du) != 0u)" % (m, 2 ** m) if variant.dropout else "dp_%d" % m }} - {{ delta }}){{ " * cap_slope(capped%d)" % m if variant.cap }};
 {% endif %}
-{% if may_hide %}
+{% if variant.bias %}
             // | instead of ||, which would be too many branches for some compilers.
-            let hidden{{ m }} = my_row_outside | {{ "masked_out(batch, head, %s, %s)" % (query, key) if variant.mask }}{{ " | " if variant.mask and variant.bias }}{{ "(bitcast<u32>(added%d) == 0xff800000u)" % m if variant.bias }};
+            let hidden{{ m }} = my_row_outside | (bitcast<u32>(added{{ m }}) == 0xff800000u);
             p_{{ m }} = select(p_{{ m }}, 0.0, hidden{{ m }});
 {% if need_second %}
             ds_{{ m }} = select(ds_{{ m }}, 0.0, hidden{{ m }});
@@ -342,8 +403,12 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
             if (partial) {
 {% for m in range(slots) %}
                 {
+{% if variant.mask %}
+                    let seen = (seen_bits & {{ 2 ** m }}u) != 0u;
+{% else %}
                     let row = chunk_first + slot_first + {{ m }};
                     let seen = (row >= my_range.x) & (row < my_range.y);
+{% endif %}
                     p_{{ m }} = select(0.0, p_{{ m }}, seen);
 {% if need_second %}
                     ds_{{ m }} = select(0.0, ds_{{ m }}, seen);

@@ -40,6 +40,24 @@
 {% endfor %}
     }
 {% endmacro %}
+{# Where to go on from a streamed row: at it, or past rows that the mask hides from every own row; and steps of a loop. #}
+{% macro next_of(row) -%}
+{% if not variant.mask %}{{ row }}
+{%- elif queries %}next_key(batch, head, of_first, of_last, {{ row }}, past)
+{%- else %}next_query(batch, head, {{ row }}, past, mask_tile, {{ own_words }}u)
+{%- endif %}
+{%- endmacro %}
+{% macro step(name, rows) -%}
+{{ "%s = %s" % (name, next_of("%s + %d" % (name, rows)) | trim) if variant.mask else "%s += %d" % (name, rows) }}
+{%- endmacro %}
+{# Does the mask hide nothing of a tile? #}
+{% macro mask_shows_all() -%}
+{% if queries -%}
+all_seen(batch, head, of_first, of_last, u32(at), u32(at + {{ streamed_rows - 1 }}))
+{%- else -%}
+all_seen(batch, head, u32(at), u32(min(at + {{ streamed_rows }}, past) - 1), u32(own_first), u32(max(own_last, own_first)))
+{%- endif %}
+{%- endmacro %}
 {# A vector of a streamed row: zeros past the row's end. #}
 {% macro padded(name, vectors, width) -%}
 {% set value = "load_%s(%s_base + u32(row) * params.%s_s + column)" % (name, name, name) %}

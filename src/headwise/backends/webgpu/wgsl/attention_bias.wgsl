@@ -119,7 +119,7 @@ fn keep(at: u32, sum: f32, bad: bool) {
         let k_first = i32(k_tile * 32u);
         let first_range = visible_keys(q_first + offset, extent);
         let last_range = visible_keys(min(q_first + 32, past_row) - 1 + offset, extent);
-        if (q_first < past_row && k_first < last_range.y && k_first + 32 > first_range.x) {
+        if (q_first < past_row && k_first < last_range.y && k_first + 32 > first_range.x{{ " && next_key(batch, head, u32(q_first), u32(min(q_first + 32, past_row) - 1), k_first, k_first + 32) == k_first" if variant.mask }}) {
             let key_head = head / params.group;
             let row_at = u32(min(q_first + i32(thread % 32u), past_row - 1));
             let key_at = u32(min(k_first + i32(thread % 32u), extent.keys - 1));
@@ -138,7 +138,7 @@ fn keep(at: u32, sum: f32, bad: bool) {
                 let row = q_first + i32(down) + {{ 8 * i }};
                 let range = visible_keys(row + offset, extent);
                 let query = u32(min(row, past_row - 1));
-                let query_bound = query - u32(params.window_first); // in what is bound of mask and bias
+                let query_bound = query - u32(params.window_first); // in what is bound of the bias
                 let own = bitcast<vec2<f32>>(load_stats(stats_base + query));
 {% for j in range(4) %}
                 {
@@ -155,7 +155,7 @@ fn keep(at: u32, sum: f32, bad: bool) {
                     // & instead of &&, which would be so many branches that a compiler runs out of memory.
                     var seen = (row < past_row) & (key >= range.x) & (key < range.y) & (bitcast<u32>(added) != 0xff800000u);
 {% if variant.mask %}
-                    seen = seen & !masked_out(batch, head, query_bound, inside);
+                    seen = seen & !masked_out(batch, head, query, inside);
 {% endif %}
                     sum{{ i }}{{ j }} += select(0.0, ds, seen);
                 }

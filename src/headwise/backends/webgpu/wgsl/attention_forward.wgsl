@@ -83,7 +83,7 @@ fn spot_of(place: u32) -> vec3<u32> {
     return vec3<u32>(of_v / {{ v_row }}u, of_v % {{ v_row }}u / {{ lanes }}u + {{ q_each }}u, of_v % {{ lanes }}u);
 }
 {% if not subgroups %}
-// What threads exchange: products of {{ width }} keys with the rows of others, weights, and factors of a row.
+// What threads exchange: products of {{ width }} keys with the rows of others, weights, factors of a row{{ ", and the keys that it sees" if hides }}.
 {% for part in range(unroll // width) %}
 {% for i in range(1 if lanes == rows else 0, rows) %}
 var<workgroup> products{{ i }}_{{ part }}: array<{{ kind }}, {{ threads }}>;
@@ -91,20 +91,17 @@ var<workgroup> products{{ i }}_{{ part }}: array<{{ kind }}, {{ threads }}>;
 var<workgroup> weights_{{ part }}: array<{{ kind }}, {{ threads }}>;
 {% endfor %}
 var<workgroup> factors: array<f32, {{ threads }}>;
+{% if hides %}
+var<workgroup> seen_keys: array<u32, {{ threads }}>;
+{% endif %}
 {% endif %}
 {% if hides %}
 
-// The logit of a key that the band alone, or the mask, or a bias of minus infinity may hide.
-fn shown(logit: f32, seen: vec2<i32>, batch: u32, head: u32, row: u32, key: i32) -> f32 {
-    if (key < seen.x || key >= seen.y) { return HIDDEN; }
-{% if variant.mask %}
-    if (masked_out(batch, head, row, u32(key))) { return HIDDEN; }
-{% endif %}
-{% if variant.bias %}
-    return biased(logit, bias_of(batch, head, row, u32(key)));
-{% else %}
-    return logit;
-{% endif %}
+// A bit for each key of a chunk that lies in [seen.x, seen.y).
+fn within_band(seen: vec2<i32>, chunk_first: i32) -> u32 {
+    let low = u32(clamp(seen.x - chunk_first, 0, {{ unroll }}));
+    let high = u32(clamp(seen.y - chunk_first, 0, {{ unroll }}));
+    return ((1u << high) - 1u) & ~((1u << low) - 1u);
 }
 {% endif %}
 
@@ -154,7 +151,7 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
 {% endif %}
     let of_top = {{ visible("first_query + offset") }};
     let of_bottom = {{ visible("min(first_query + %d, extent.queries) - 1 + offset" % (threads // lanes * rows)) }};
-    let first = of_top.x;
+    let first = of_top.x{{ " / %d * %d" % (variant.bias_width, variant.bias_width) if variant.bias and variant.bias_width > 1 }};
     let past = select(0, of_bottom.y, first_query < extent.queries);
     let last_key = max(past, 1) - 1;
     let whole_first = of_bottom.x;
@@ -172,6 +169,15 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
     let exists = inside && query < extent.queries;
     let seen = select(vec2<i32>(0), {{ visible("query + offset") }}, exists);
 
+{% if variant.mask %}
+    // Queries of this workgroup, and the words of this lane's own.
+    let of_first = u32(first_query);
+    let of_last = u32(max(min(first_query + {{ threads // lanes * rows }}, i32(params.first_row + params.rows)), first_query + 1) - 1);
+    let mask_row = mask_row_at(batch, head, select(of_first, u32(query), inside));
+{% endif %}
+{% if variant.bias %}
+    let bias_row = bias_row_at(batch, head, select(0u, row, inside));
+{% endif %}
     let q_base = batch * params.q_b + head * params.q_h;
 {% set first_bound = "(first_key_token - u32(params.key_first))" if windowed else "first_key_token" %}{# may wrap #}
     let k_base = batch * params.k_b + key_head * params.k_h + {{ first_bound }} * params.k_s;
@@ -215,18 +221,32 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
 
 {{ rows_of.places() }}
     let out_base = batch * params.out_b + head * params.out_h;
-{% if chain %}
+{% if chain and variant.mask %}
+    var has_kept = {{ "resumes" if windowed else "false" }};
+    var begun = false;
+    for (var chain_first = {{ rows_of.next_of("first") }}; chain_first < past; chain_first = {{ rows_of.next_of("chain_first + %d" % chain) }}) {
+    if (begun) {
+{{ rows_of.keep("has_kept") }}
+        has_kept = true;
+    }
+    begun = true;
+    let chain_past = min(past, chain_first + {{ chain }});
+{% elif chain %}
     for (var chain_first = first; chain_first < past; chain_first += {{ chain }}) {
     if (chain_first > first) {
 {{ rows_of.keep("%schain_first > first + %d" % ("resumes || " if windowed else "", chain)) }}
     }
     let chain_past = min(past, chain_first + {{ chain }});
 {% else %}
-    let chain_first = first;
+    let chain_first = {{ rows_of.next_of("first") }};
     let chain_past = past;
     {
 {% endif %}
-    for (var tile_first = chain_first; tile_first < chain_past; tile_first += {{ keys }}) {
+    for (var tile_first = chain_first; tile_first < chain_past; {{ "tile_first = " ~ rows_of.next_of("tile_first + %d" % keys) if variant.mask else "tile_first += %d" % keys }}) {
+{% if hides %}
+        // Do all rows see all of the tile, by the band{{ " and the mask" if variant.mask }}?
+        let whole = tile_first >= whole_first && tile_first + {{ keys }} <= whole_past{{ " && all_seen(batch, head, of_first, of_last, u32(tile_first), u32(tile_first + %d))" % (keys - 1) if variant.mask }};
+{% endif %}
 {{ rows_of.fetch() }}
         workgroupBarrier();
 {{ rows_of.put() }}
@@ -236,12 +256,21 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
 {% endif %}
         for (var chunk = 0u; chunk < {{ chunks }}u; chunk++) {
             let chunk_first = tile_first + i32(chunk * {{ unroll }}u);
+{% if hides %}
+            // The keys of the chunk that this lane's own row sees.
+            var seen_bits = {{ 2 ** unroll - 1 }}u;
+            if (!whole) { seen_bits = within_band(seen, chunk_first){{ " & mask_bits(mask_row, u32(chunk_first))" if variant.mask }}; }
+{% endif %}
 {% if subgroups %}
-            if ({{ "" if hides else "!whole && " }}subgroupAll(chunk_first >= seen.y || chunk_first + {{ unroll }} <= seen.x)) { continue; }
+            if (!whole && subgroupAll({{ "seen_bits == 0u" if hides else "chunk_first >= seen.y || chunk_first + %d <= seen.x" % unroll }})) { continue; }
 {% else %}
             if (chunk_first >= past) { break; }
 {% endif %}
 
+{% if variant.bias %}
+            // Read before the products, which take long.
+{{ scores.biases(variant, "bias_row", "u32(chunk_first)", unroll) }}
+{% endif %}
             // Products of q and k: each lane's partial sum, then summed over the team.
 {% for x in range(unroll) %}
 {% for i in range(rows) %}
@@ -284,17 +313,16 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
             // Logits of this lane's own row.
 {% for x in range(unroll) %}
             var logit{{ x }} = {{ "product0_%d" % x if direct else "logit_of(product0_%d)" % x }};
-{% if hides %}
-            logit{{ x }} = shown(logit{{ x }}, seen, batch, head, row, chunk_first + {{ x }});
+{% if variant.bias %}
+            logit{{ x }} = biased(logit{{ x }}, added{{ x }});
+            seen_bits &= select(0xffffffffu, {{ 2 ** 32 - 1 - 2 ** x }}u, logit{{ x }} == HIDDEN);
 {% endif %}
 {% endfor %}
-{% if not hides %}
             if (!whole) {
 {% for x in range(unroll) %}
-                logit{{ x }} = select({{ hidden }}, logit{{ x }}, chunk_first + {{ x }} >= seen.x && chunk_first + {{ x }} < seen.y);
+                logit{{ x }} = select({{ hidden }}, logit{{ x }}, {{ "(seen_bits & %du) != 0u" % 2 ** x if hides else "chunk_first + %d >= seen.x && chunk_first + %d < seen.y" % (x, x) }});
 {% endfor %}
             }
-{% endif %}
 
             // The reference follows the highest logit, but rarely: weights may be as large as 2^SLACK. With subgroups they are
             // computed before it is known whether the reference moves, which takes long to find out, and again if it does.
@@ -330,18 +358,32 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
             weight{{ x }} = select(0.0, weight{{ x }}, (kept_of_chunk & {{ 2 ** x }}u) != 0u);
 {% endfor %}
 {% endif %}
-{% if hides %}
-            // The weight of a hidden key is sent to the other lanes as -1, to distinguish it from an underflow to 0.
-{% for x in range(unroll) %}
-            if (logit{{ x }} == HIDDEN) { weight{{ x }} = -1.0; }
+{% if hides and subgroups %}
+            // Keys that no row of the team sees may hold NaN, and 0 · NaN is NaN.
+            var seen_by_team = seen_bits;
+{% if not variant.bias %}
+            if (!whole) {
+{% else %}
+            {
+{% endif %}
+{% for step in steps if step < rows %}
+                seen_by_team |= subgroupShuffleXor(seen_by_team, {{ step * apart }}u);
 {% endfor %}
+            }
 {% endif %}
 {% if not subgroups %}
+{% if hides %}
+            seen_keys[thread] = seen_bits;
+{% endif %}
             factors[thread] = shrink;
 {% for part in range(unroll // width) %}
             weights_{{ part }}[thread] = {{ kind }}({% for x in range(width) %}{{ ", " if x else "" }}weight{{ part * width + x }}{% endfor %});
 {% endfor %}
             workgroupBarrier();
+{% if hides %}
+            // Keys that no row of the team sees may hold NaN, and 0 · NaN is NaN.
+            let seen_by_team = seen_bits{% for i in range(1, rows) %} | seen_keys[thread ^ {{ i * apart }}u]{% endfor %};
+{% endif %}
 {% for i in range(rows) %}
             {
                 let shrink{{ i }} = {{ "factors[thread ^ %du]" % (i * apart) if i else "shrink" }};
@@ -367,23 +409,19 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
 {% endfor %}
 {% for i in range(rows) %}
 {% if i == 0 %}
-                {{ "var" if hides else "let" }} w0 = weight{{ x }};
+                let w0 = weight{{ x }};
 {% elif subgroups %}
-                {{ "var" if hides else "let" }} w{{ i }} = subgroupShuffleXor(weight{{ x }}, {{ i * apart }}u);
+                let w{{ i }} = subgroupShuffleXor(weight{{ x }}, {{ i * apart }}u);
 {% else %}
-                {{ "var" if hides else "let" }} w{{ i }} = weights{{ i }}_{{ x // width }}{{ "[%d]" % (x % width) if width > 1 else "" }};
+                let w{{ i }} = weights{{ i }}_{{ x // width }}{{ "[%d]" % (x % width) if width > 1 else "" }};
 {% endif %}
 {% endfor %}
 {% if hides %}
-                // A key that is hidden from every row may hold NaN. (& instead of &&, which would be too many branches.)
-                if ({% for i in range(rows) %}{{ " & " if i else "" }}(w{{ i }} < 0.0){% endfor %}) {
+                if ((seen_by_team & {{ 2 ** x }}u) == 0u) {
 {% for n in range(v_each) %}
                     v{{ n }} = vec4<f32>();
 {% endfor %}
                 }
-{% for i in range(rows) %}
-                if (w{{ i }} < 0.0) { w{{ i }} = 0.0; }
-{% endfor %}
 {% endif %}
 {% for i in range(rows) %}
 {% for n in range(v_each) %}
@@ -397,7 +435,9 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
     }
 
 {% if chain %}
+{% if not variant.mask %}
     let has_kept = {{ "resumes || " if windowed }}past - first > {{ chain }};
+{% endif %}
     var kept_factor = exp2((kept_reference - reference){{ to_powers }});
     total = fma(kept_total, kept_factor, total);
 {% endif %}

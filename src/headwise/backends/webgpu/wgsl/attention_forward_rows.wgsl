@@ -72,6 +72,10 @@
 {% endfor %}
 {% endfor %}
 {% endmacro %}
+{# Where to go on from a key: at it, or past keys that the mask hides from every row of the workgroup. #}
+{% macro next_of(key) -%}
+{{ "next_key(batch, head, of_first, of_last, %s, past)" % key if variant.mask else key }}
+{%- endmacro %}
 {# product{i}_{x}: what this lane's elements add to q·k of the row in registers i, with key x of the chunk. #}
 {% macro multiply(x) %}
 {% for n in range(q_each) %}

@@ -6,7 +6,8 @@
       {{ params("…, " ~ scores.strides("q k") ~ ", " ~ scores.fields(variant)) }}
       {{ scores.functions(variant) }}
 
-  `variant` (scores.py): mask (bool), bias ("" or its dtype), lengths, sink (bools, both read from aux), cap, left, right
+  `variant` (scores.py): mask ("words", packed as mask_bits.wgsl reads it; "bytes"; ""), bias ("" or its dtype), lengths, sink (bools, both read from aux),
+  bias_width (biases of neighbouring keys that are read at once), cap, left, right
   (bools), packed (bool: a packed batch, without mask, bias or lengths), dropout (bool; its seed is read from aux).
 
   Logits are natural. Every kernel computes them in this order, in float32:
@@ -24,12 +25,13 @@
   constants, logit_of and biased for these. `capping()` and `no_numbers()` can be used alone.
 #}
 {% import "dropout.wgsl" as dropout with context %}
+{% import "mask_bits.wgsl" as mask_bits with context %}
 {% macro pairs(variant) %}
 {% if variant.mask %}
-{{ input("mask", "u8", 1) }}
+{{ input("mask", "u32" if variant.mask == "words" else "u8", 1) }}
 {% endif %}
 {% if variant.bias %}
-{{ input("bias", variant.bias, 1) }}
+{{ input("bias", variant.bias, variant.bias_width) }}
 {% endif %}
 {% endmacro %}
 
@@ -60,9 +62,20 @@ fn load_aux(word: u32) -> u32 { return load_stats(word / 2u)[word % 2u]; }
 {% macro fields(variant) -%}
 batch: u32, heads: u32, group: u32, q_length: u32, k_length: u32, left: i32, right: i32, scale: f32, softcap: f32, extents: u32, sinks: u32
 {%- if variant.dropout %}, dropped_below: u32, kept_scale: f32, seed: u32, first_batch: u32, first_head: u32{% endif %}
-{%- if variant.mask %}, mask_b: u32, mask_h: u32, mask_q: u32, mask_k: u32{% endif %}
+{%- if variant.mask == "words" %}, {{ mask_bits.fields() }}{% elif variant.mask %}, mask_b: u32, mask_h: u32, mask_q: u32, mask_k: u32{% endif %}
 {%- if variant.bias %}, bias_b: u32, bias_h: u32, bias_q: u32, bias_k: u32{% endif %}
 {%- endmacro %}
+
+{# added{x}: the biases of `count` keys from a key on, of the row at `row`. Keys past the last may get any. #}
+{% macro biases(variant, row, key, count) %}
+{% set width = variant.bias_width %}
+{% for x in range(0, count, width) %}
+            let biases{{ x }} = load_bias(({{ row }} + ({{ key }} + {{ x }}u){{ " * params.bias_k) " if width == 1 else ") / %du" % width }});
+{% for y in range(width) %}
+            let added{{ x + y }} = biases{{ x }}{{ "[%d]" % y if width > 1 }};
+{% endfor %}
+{% endfor %}
+{% endmacro %}
 
 {% macro functions(variant) %}
 // What exists of a batch entry or a packed sequence: keys [first_key, keys) and queries [0, queries). Query i has position
@@ -110,15 +123,23 @@ fn visible_queries(key: i32, extent: Extent) -> vec2<i32> {
     return vec2<i32>(low, max(high, 0));
 }
 
-{% if variant.mask %}
+{% if variant.mask == "words" %}
+{{ mask_bits.functions() }}
+{%- elif variant.mask %}
 fn masked_out(batch: u32, head: u32, query: u32, key: u32) -> bool {
     return load_mask(batch * params.mask_b + head * params.mask_h + query * params.mask_q + key * params.mask_k) == 0u;
 }
 {% endif %}
 {% if variant.bias %}
-fn bias_of(batch: u32, head: u32, query: u32, key: u32) -> f32 {
-    return load_bias(batch * params.bias_b + head * params.bias_h + query * params.bias_q + key * params.bias_k);
+// Where the biases of a query begin.
+fn bias_row_at(batch: u32, head: u32, query: u32) -> u32 {
+    return batch * params.bias_b + head * params.bias_h + query * params.bias_q;
 }
+{% if variant.bias_width == 1 %}
+fn bias_of(batch: u32, head: u32, query: u32, key: u32) -> f32 {
+    return load_bias(bias_row_at(batch, head, query) + key * params.bias_k);
+}
+{% endif %}
 {% endif %}
 {% if variant.cap %}
 {{ capping() }}
