@@ -10,6 +10,7 @@ from headwise.backends.webgpu.aten import (
     convolutions,
     indexing,
     making,
+    optimizers,
     pointwise,
     products,
     random,
@@ -21,15 +22,6 @@ from headwise.backends.webgpu.aten import (
 from headwise.backends.webgpu.aten.rest import missing
 
 __all__ = [
-    "convolutions",
-    "indexing",
-    "making",
-    "missing",
-    "pointwise",
-    "products",
-    "random",
-    "reductions",
-    "resampling",
-    "rows",
-    "views",
-]
+    "convolutions", "indexing", "making", "missing", "optimizers", "pointwise", "products", "random", "reductions",
+    "resampling", "rows", "views",
+]  # fmt: skip
