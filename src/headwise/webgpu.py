@@ -18,6 +18,7 @@ from headwise.backends.webgpu.forks import ForkedProcess
 from headwise.backends.webgpu.memory import memory_summary
 from headwise.backends.webgpu.runtime import Counts, DeviceLost, counts, device
 from headwise.backends.webgpu.storage import OutOfMemory
+from headwise.integrations import _sdpa_webgpu  # noqa: F401  gives PyTorch's attention the fused kernels
 
 __all__ = [
     "Array", "Capabilities", "Counts", "DeviceLost", "ForkedProcess", "NoAdapter", "OutOfMemory", "array", "capabilities",

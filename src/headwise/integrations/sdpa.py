@@ -133,6 +133,14 @@ def _serving(backend: str | None, fallback: bool) -> Callable[..., Tensor]:
     return scaled_dot_product_attention
 
 
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """What ``F.scaled_dot_product_attention`` means, by Headwise's attention, or an error where that does not take it."""
+    return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, False, None)
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
     enable_gqa: bool, bottom_right: bool, backend: str | None,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headwise.backends.webgpu import runtime
 from headwise.backends.webgpu.storage import Layout, Region, Storage
+from headwise.backends.webgpu.subclass import ForSome, refused
 from headwise.backends.webgpu.torch_device import DEVICE, NAME, REGISTERED, backward_in_this_thread
 
 OPERATORS: dict[Any, Callable[..., Any]] = {}  # PyTorch operators that arrays support; `aten` fills it
@@ -111,14 +112,12 @@ class Array(Tensor):
             return torch._utils._rebuild_parameter, (data, self.requires_grad, OrderedDict())
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, of_cpu
 
-    # What makes `Module.to` exchange a parameter in its place, so that tied weights stay tied and optimizers know them.
-    # There are no tensors within.
-    def __tensor_flatten__(self) -> Any:
-        return [], None
+    __tensor_flatten__ = ForSome(refused)
+    __tensor_unflatten__ = ForSome(refused)
 
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
-        raise NotImplementedError("headwise: an array on WebGPU is not traced")
+    def __coerce_same_metadata_as_tangent__(self, metadata: Any, expected: Any = None) -> Array:
+        """A compiled backward was traced for plain tensors of the device: an array is one."""
+        return self
 
     def tolist(self) -> Any:
         return self._read().tolist()

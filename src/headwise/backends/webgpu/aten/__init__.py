@@ -6,7 +6,22 @@ what has none raises.
 
 from __future__ import annotations
 
-from headwise.backends.webgpu.aten import indexing, making, pointwise, products, random, reductions, rows, views
+from headwise.backends.webgpu.aten import (
+    convolutions,
+    indexing,
+    making,
+    optimizers,
+    pointwise,
+    products,
+    random,
+    reductions,
+    resampling,
+    rows,
+    views,
+)
 from headwise.backends.webgpu.aten.rest import missing
 
-__all__ = ["indexing", "making", "missing", "pointwise", "products", "random", "reductions", "rows", "views"]
+__all__ = [
+    "convolutions", "indexing", "making", "missing", "optimizers", "pointwise", "products", "random", "reductions",
+    "resampling", "rows", "views",
+]  # fmt: skip
