@@ -11,17 +11,21 @@ CPU tensors with ``backend="webgpu"`` work as well: they are uploaded, and the r
 
 from __future__ import annotations
 
+import torch
+
 from headwise.backends.webgpu.adapter import Capabilities, NoAdapter
 from headwise.backends.webgpu.array import Array, array
 from headwise.backends.webgpu.aten.rest import fallback, fallbacks
+from headwise.backends.webgpu.capture import Capture
+from headwise.backends.webgpu.capture_errors import CaptureError
 from headwise.backends.webgpu.forks import ForkedProcess
 from headwise.backends.webgpu.memory import memory_summary
 from headwise.backends.webgpu.runtime import Counts, DeviceLost, counts, device
 from headwise.backends.webgpu.storage import OutOfMemory
 
 __all__ = [
-    "Array", "Capabilities", "Counts", "DeviceLost", "ForkedProcess", "NoAdapter", "OutOfMemory", "array", "capabilities",
-    "counts", "fallback", "fallbacks", "memory_summary", "synchronize",
+    "Array", "Capabilities", "Capture", "CaptureError", "Counts", "DeviceLost", "ForkedProcess", "NoAdapter", "OutOfMemory",
+    "array", "capabilities", "capture", "counts", "fallback", "fallbacks", "memory_summary", "synchronize",
 ]  # fmt: skip
 
 
@@ -33,3 +37,24 @@ def capabilities() -> Capabilities:
 def synchronize() -> None:
     """Wait until the GPU has done everything it was given."""
     device().synchronize()
+
+
+def capture(*inputs: torch.Tensor, **named: torch.Tensor) -> Capture:
+    """Record the block that follows, a training or decoding step; calling what ``as`` gives replays it.
+
+    inputs, named   tensors on webgpu that the block reads; a replay copies new elements of the same shape into them
+
+    The block runs as it does without, and is the first step. A replay costs the host one submission and about a microsecond
+    per kernel. It changes the same memory: weights, moments and caches go on from where they are, and what the block made
+    (a loss, gradients) holds the results of the last replay. Random draws are new ones every time; all other numbers of
+    Python's, and all its decisions, stay those of the block. Where that would be wrong, a `CaptureError` says so: elements
+    that are read back, an optimizer that counts its steps on the CPU.
+
+    >>> weight, x = torch.ones(3, device="webgpu"), torch.ones(3, device="webgpu")
+    >>> with headwise.webgpu.capture(x=x) as step:
+    ...     _ = weight.add_(x, alpha=0.5)
+    >>> step(x=torch.tensor([1.0, 2.0, 4.0]))
+    >>> weight.tolist()
+    [2.0, 2.5, 3.5]
+    """
+    return Capture(*inputs, **named)
