@@ -11,8 +11,13 @@ CPU tensors with ``backend="webgpu"`` work as well: they are uploaded, and the r
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
 import torch
 
+from headwise.backends.webgpu import runtime
 from headwise.backends.webgpu.adapter import Capabilities, NoAdapter
 from headwise.backends.webgpu.array import Array, array
 from headwise.backends.webgpu.aten.rest import fallback, fallbacks
@@ -25,7 +30,8 @@ from headwise.backends.webgpu.storage import OutOfMemory
 
 __all__ = [
     "Array", "Capabilities", "Capture", "CaptureError", "Counts", "DeviceLost", "ForkedProcess", "NoAdapter", "OutOfMemory",
-    "array", "capabilities", "capture", "counts", "fallback", "fallbacks", "memory_summary", "synchronize",
+    "array", "capabilities", "capture", "counts", "fallback", "fallbacks", "memory_summary", "portable", "save_step",
+    "synchronize",
 ]  # fmt: skip
 
 
@@ -58,3 +64,46 @@ def capture(*inputs: torch.Tensor, **named: torch.Tensor) -> Capture:
     [2.0, 2.5, 3.5]
     """
     return Capture(*inputs, **named)
+
+
+@contextmanager
+def portable() -> Iterator[None]:
+    """Within the block, kernels are those that every GPU and every browser with WebGPU can run: for `save_step`.
+
+    It is a device of its own on the same GPU: make the model, its optimizer and the inputs within it. Tensors from outside
+    do not work in it, nor its tensors outside.
+
+    >>> with headwise.webgpu.portable():
+    ...     capabilities().subgroup_size
+    0
+    """
+    from headwise.web.tiers import TIERS
+
+    with runtime.current(runtime.OpenDevice((device().gpu, TIERS[-1].capabilities))):
+        yield
+
+
+def save_step(
+    step: Capture,
+    path: Path | str,
+    *,
+    outputs: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Write a captured step to one file: its WGSL, its dispatches, its memory. The browser page's ``step.js`` runs it.
+
+    outputs   tensors that the step made, by the names that their reader asks for: {"loss": loss}
+    state     tensors that it changes, to be read as well: model.state_dict()
+
+    The file holds what is in weights, moments and other tensors now; a step that is run from it goes on from there. It needs
+    a step captured within `portable`.
+
+    >>> with headwise.webgpu.portable():
+    ...     total, x = torch.zeros(3, device="webgpu"), torch.ones(3, device="webgpu")
+    ...     with headwise.webgpu.capture(x=x) as step:
+    ...         largest = total.add_(x).max()
+    ...     headwise.webgpu.save_step(step, "sum.step", outputs={"largest": largest}, state={"total": total})
+    """
+    from headwise.web import steps
+
+    steps.save(step, Path(path), outputs, state or {})

@@ -156,7 +156,8 @@ class Array(Tensor):
         """The device, if it is still there."""
         if self._device is not runtime.device():
             raise runtime.DeviceLost(
-                "this array lived on a GPU that was lost since; make it anew with headwise.webgpu.array"
+                "this array lived on a GPU that was lost since, or on the other side of headwise.webgpu.portable(); make it "
+                "anew with headwise.webgpu.array"
             )
         return self._device
 

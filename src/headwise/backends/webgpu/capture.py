@@ -16,7 +16,7 @@ A number of Python's is part of the recording. Those of random draws are made an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
@@ -48,7 +48,7 @@ class Drawn(NamedTuple):
     """Scalars that every replay makes anew."""
 
     places: tuple[int, ...]  # in the capture's parameters
-    again: Callable[[], bytes]
+    again: Any  # gives the next ones; random.Draw
 
 
 class PrivateMemory(GpuMemory):
@@ -86,16 +86,16 @@ class Capture:
     """A step that was recorded: call it to replay it. Made by `headwise.webgpu.capture`."""
 
     def __init__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> None:
-        self._inputs: dict[str, Array] = {}
+        self.inputs: dict[str, Array] = {}
         for name, x in {**{f"input {i}": x for i, x in enumerate(inputs)}, **named}.items():
             if not isinstance(x, Array):
                 raise TypeError(
                     f"capture: {name} is {_described(x)}; it needs to be a tensor on webgpu, into which replays copy"
                 )
-            self._inputs[name] = x
+            self.inputs[name] = x
         self._in_order = len(inputs)
         self._calls: list[_Call] = []
-        self._kept: dict[int, Storage] = {}  # what the block used and did not make, and what it uploaded, by buffer
+        self.kept: dict[int, Storage] = {}  # what the block used and did not make, and what it uploaded, by buffer
         self._uploads: dict[int, bytes] = {}  # their bytes
         self._state = "new"
 
@@ -105,12 +105,12 @@ class Capture:
         if self._state != "new":
             raise CaptureError("headwise: a capture records one block; make another for another")
         backward_in_this_thread()
-        self._device = device = runtime.device()
+        self.device = device = runtime.device()
         device.lock.acquire()  # other threads wait: what they compute is no part of the step
         try:
             if device.capture is not None:
                 raise CaptureError("headwise: a capture inside of a capture")
-            for x in self._inputs.values():
+            for x in self.inputs.values():
                 x._usable()
             self._optimizers = Optimizers()
             self._shared = device.pool
@@ -122,7 +122,7 @@ class Capture:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        device = self._device
+        device = self.device
         device.pool, device.capture, self._state = self._shared, None, "failed"
         self._optimizers.recorded()
         try:
@@ -137,7 +137,7 @@ class Capture:
         """A call of the block: `Record.replay` tells."""
         for storage in storages:
             if storage.pool is not self._memory:
-                self._kept[id(storage.buffer)] = storage
+                self.kept[id(storage.buffer)] = storage
         self._calls.append((record, tuple([storage.buffer for storage in storages]), scalars))
 
     def empty_for_upload(self, shape: tuple[int, ...], dtype: torch.dtype) -> Region:
@@ -152,7 +152,7 @@ class Capture:
         return Region(storage, dtype, shape, contiguous_strides(shape))
 
     def uploaded(self, storage: Storage, content: Any) -> None:
-        self._kept[id(storage.buffer)] = storage  # so that nothing else in the block gets it
+        self.kept[id(storage.buffer)] = storage  # so that nothing else in the block gets it
         self._uploads[id(storage.buffer)] = bytes(content)
 
     def _prepare(self) -> None:
@@ -174,13 +174,13 @@ class Capture:
                 found = tuple([(buffers[number], start, count) for number, start, count in bound])
                 self.steps.append(Step(kernel, groups, (base + first, size), found))
         self.parameters = parameters
-        self._uniform = self._device.uniform(bytes(parameters), changes=True) if parameters else None
+        self._uniform = self.device.uniform(bytes(parameters), changes=True) if parameters else None
         self._commands = []
         last = None
         for step in self.steps:
             # The variant with an offset is compiled already where a kernel has scalars.
             at_offset = step.kernel.scalars > 0
-            pipeline, group, (x, y, z), kept = self._device.command(
+            pipeline, group, (x, y, z), kept = self.device.command(
                 step.kernel, step.groups, (self._uniform, *step.parameters), step.bound, at_offset
             )
             # A pipeline stays set until another is.
@@ -191,7 +191,7 @@ class Capture:
             for (buffer, _, _), of in zip(step.bound, step.kernel.buffers, strict=True) if of.written
         }  # fmt: skip
         # What the block uploads and then changes is uploaded again before every replay.
-        self._restored = [(self._kept[i], content) for i, content in self._uploads.items() if i in written]
+        self.restored = [(self.kept[i], content) for i, content in self._uploads.items() if i in written]
 
     # -------------------------------------------------------------------------------------------------------- replays
 
@@ -199,7 +199,7 @@ class Capture:
         """Copy new elements into the inputs, and replay the step. It does not wait for the GPU."""
         if self._state != "ready":
             raise CaptureError(f"headwise: nothing to replay: the capture is {self._state}")
-        device = self._device
+        device = self.device
         if device is not runtime.process.device:
             raise runtime.DeviceLost("the GPU of this capture was lost since; make arrays and capture anew")
         given = self._checked(inputs, named)
@@ -208,8 +208,8 @@ class Capture:
                 raise CaptureError("headwise: a replay inside of a capture")
             self._optimizers.check()
             for name, x in given.items():
-                self._copy(self._inputs[name], x)
-            for storage, content in self._restored:
+                self._copy(self.inputs[name], x)
+            for storage, content in self.restored:
                 device.flush()
                 device.write(storage, 0, content)
             if self.drawn:
@@ -220,21 +220,21 @@ class Capture:
     replay = __call__
 
     def _checked(self, inputs: Sequence[torch.Tensor], named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if len(inputs) > len(self._inputs):
-            raise TypeError(f"replay: {len(inputs)} inputs; the step was captured with {len(self._inputs)}")
-        given = dict(zip(self._inputs, inputs, strict=False))
+        if len(inputs) > len(self.inputs):
+            raise TypeError(f"replay: {len(inputs)} inputs; the step was captured with {len(self.inputs)}")
+        given = dict(zip(self.inputs, inputs, strict=False))
         for name, x in named.items():
-            if name in given or name not in self._inputs:
+            if name in given or name not in self.inputs:
                 raise TypeError(
                     f"replay: {name} was given {'twice' if name in given else 'and is none of the inputs'}; the step was "
-                    f"captured with {', '.join(self._inputs) or 'no inputs'}"
+                    f"captured with {', '.join(self.inputs) or 'no inputs'}"
                 )
             given[name] = x
-        missing = [name for name in self._inputs if name not in given]
+        missing = [name for name in self.inputs if name not in given]
         if missing:
             raise TypeError(f"replay: {', '.join(missing)} is missing; every input is given anew")
         for name, x in given.items():
-            known = self._inputs[name]
+            known = self.inputs[name]
             if not isinstance(x, torch.Tensor) or x.shape != known.shape or x.dtype != known.dtype:
                 raise ValueError(f"replay: {name} is {_described(x)}; the step was captured with {_described(known)}")
         return given
@@ -245,9 +245,9 @@ class Capture:
         region = target._region
         nbytes, first = region.numel * region.itemsize, region.offset * region.itemsize
         if x.device.type == "cpu" and region.contiguous and nbytes and nbytes % 4 == first % 4 == 0:
-            self._device.flush()  # a write runs before commands that were not submitted
+            self.device.flush()  # a write runs before commands that were not submitted
             flat = x.detach().contiguous().view(-1).view(torch.uint8)
-            self._device.write(region.storage, first, flat.numpy())
+            self.device.write(region.storage, first, flat.numpy())
         else:
             with torch.no_grad():
                 target.detach().copy_(x)
@@ -259,10 +259,10 @@ class Capture:
                 self.parameters[place : place + len(scalars)] = scalars
         # From the first to the last of them: one write.
         first, last = self.drawn[0].places[0], self.drawn[-1].places[-1]
-        self._device.gpu.queue.write_buffer(self._uniform, first, self.parameters[first : last + 32])
+        self.device.gpu.queue.write_buffer(self._uniform, first, self.parameters[first : last + 32])
 
     def _encode(self) -> None:
-        device = self._device
+        device = self.device
         if not self._commands:
             return
         compute_pass = device.begin_pass()

@@ -85,8 +85,8 @@ class OpenDevice(Device):
         self._encoder: Any = None
         self._pass: Any = None
         self._timer: Timer | None = None
+        _opened.add(self)
         if given is None:
-            _opened.add(self)
             if self.capabilities.tier >= "C":
                 self.capabilities = self._with_subgroups_tried(self.capabilities)
             self.capabilities = self.capabilities._replace(native_half=self._rounds_halves())
