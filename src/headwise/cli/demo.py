@@ -53,6 +53,7 @@ LAST_STEPS = 20  # the last loss is the mean of these
 _SECONDS_BETWEEN_CHECKPOINTS = 30.0
 _WIDTH_OF_A_CORE = 128
 _WIDEST = 1 << 30  # above, PyTorch's sizes in bytes overflow
+_WEBGPU = "webgpu"
 _NEEDED = {"safetensors": "checkpoints", "matplotlib": "pictures", "numpy": "pictures"}
 
 
@@ -63,6 +64,10 @@ class Failed(Exception):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Recipe()
     parser.add_argument("--backend", help="whose kernels (default: triton where there is a GPU for it, else cpu)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda", _WEBGPU),
+        help="where the model is (default: where the kernels are); webgpu: everything stays on that GPU",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, help=f"of training (default: {default.steps})")
     parser.add_argument("--layers", type=int, help=f"of the model (default: {default.shape.layers})")
     parser.add_argument("--width", type=int, help=f"of the model (default: {default.shape.width})")
@@ -110,7 +115,8 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     for package, purpose in _NEEDED.items():
         if importlib.util.find_spec(package) is None:
             raise _terminal.UsageError(f"its {purpose} need the package {package}: pip install 'headwise[demo]'")
-    backend = "cpu" if ranks.group is not None and args.backend is None else _backend(args.backend)
+    backend = "cpu" if ranks.group is not None and args.backend is None else _backend(args.backend, args.device)
+    device = _device(args.device, backend)
     if ranks.group is not None and backend != "cpu":
         raise _terminal.UsageError(f"--context-parallel runs on CPUs, and --backend is {backend}")
     corpus = _corpus(args.text)
@@ -123,13 +129,12 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     if kept is None and leads:
         teller.setting_aside(checkpoints.set_aside(args.out / record.CHECKPOINT))
 
-    device = next(row.devices[0] for row in BACKENDS if row.name == backend)
     with _threads(recipe), stop.listening(teller.stopping):
         training = Training(recipe, corpus, Headwise(backend), device)
         if kept is not None:
             training.load(kept.weights, kept.optimizer_state, kept.losses)
             training.seconds, training.tokens_per_second = kept.seconds, kept.tokens_per_second
-        device_name = _device_name(backend)
+        device_name = _device_name(backend, device)
         teller.beginning(training, device_name, kept, backend)
         with ranks.sharing(training):
             name = training.computation.name
@@ -175,11 +180,11 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
 # ------------------------------------------------------------------------------------------------ what was asked for
 
 
-def _backend(name: str | None) -> str:
+def _backend(name: str | None, device: str | None = None) -> str:
     known = [row.name for row in BACKENDS]
-    name = name or settings.backend
+    name = name or settings.backend or (_WEBGPU if device == _WEBGPU else None)
     if name is None:
-        # WebGPU only if it is named: every op copies its tensors to it and back, and its adapter may be software.
+        # WebGPU only if it is named: its adapter may be software.
         return "triton" if availability("triton") is None else "cpu"
     if name not in known:
         raise _terminal.UsageError(f"--backend {name} is not known; there are: {', '.join(known)}")
@@ -187,6 +192,21 @@ def _backend(name: str | None) -> str:
     if reason is not None:
         raise _terminal.UsageError(f"--backend {name} does not run here: {reason}")
     return name
+
+
+def _device(asked: str | None, backend: str) -> str:
+    able = next(row.devices for row in BACKENDS if row.name == backend)
+    device = able[0] if asked is None else asked
+    if device not in able:
+        raise _terminal.UsageError(
+            f"--device {device} is not for --backend {backend}, which runs on {' or '.join(able)}"
+        )
+    if device == _WEBGPU:
+        from headwise.backends.webgpu.torch_device import REGISTERED
+
+        if not REGISTERED:
+            raise _terminal.UsageError(f"--device {device}: PyTorch has a GPU of its own here, and knows no second one")
+    return device
 
 
 def _corpus(paths: list[Path] | None) -> Text:
@@ -243,7 +263,7 @@ def _make_folder(folder: Path) -> None:
         raise _terminal.UsageError(f"--out {folder} cannot be written to: {error.strerror or error}") from error
 
 
-def _device_name(backend: str) -> str:
+def _device_name(backend: str, device: str) -> str:
     if backend == "triton" and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
@@ -251,7 +271,8 @@ def _device_name(backend: str) -> str:
     if backend == "webgpu":
         from headwise.webgpu import capabilities
 
-        return f"{capabilities().name}; the rest of the model on {name}"
+        gpu = capabilities().name
+        return gpu if device == _WEBGPU else f"{gpu}; the rest of the model on {name}"
     return name
 
 
@@ -326,7 +347,7 @@ def _write(result: record.Run, sample: record.AttentionSample, folder: Path) -> 
 def _out_of_memory(error: Exception) -> bool:
     words = str(error).lower()
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        sign in words for sign in ("allocate memory", "not enough memory", "out of memory")
+        sign in words for sign in ("allocate memory", "not enough memory", "out of memory", "has no room for")
     )
 
 
@@ -434,7 +455,7 @@ def _to_go_on(args: argparse.Namespace) -> str:
     words = ["headwise", "demo", "--resume"]
     if args.out != DEFAULT_FOLDER:
         words += ["--out", str(args.out)]
-    for option in ("backend", "prompt"):
+    for option in ("backend", "device", "prompt"):
         if getattr(args, option) is not None:
             words += [f"--{option}", getattr(args, option)]
     if args.text is not None:

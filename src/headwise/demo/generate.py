@@ -62,9 +62,10 @@ def check_decoding(model: TransformerLM, text: bytes) -> DecodeCheck:
     decoder = Decoder(model, len(text))
     decoded = torch.stack([decoder.feed(bytes([byte])) for byte in text])
     whole = model(ids, packing=packing)
-    rounded = plain.logits(model, ids, packing).double()
-    truth = plain.logits(copy.deepcopy(model).double(), ids, packing)
+    rounded = plain.logits(model, ids, packing).cpu().double()
+    # On the CPU: not every GPU has float64.
+    truth = plain.logits(copy.deepcopy(model).cpu().double(), ids.cpu(), Packing.of([len(text)]))
     budget = 2 * (rounded - truth).abs().max() + rounding_band(torch.float32) * truth.abs().max()
-    difference = (decoded.double() - whole.double()).abs().max()
+    difference = (decoded.cpu().double() - whole.cpu().double()).abs().max()
     # JSON has no NaN: the largest float stands for it.
     return DecodeCheck(len(text), difference.nan_to_num(nan=sys.float_info.max).item(), 2 * budget.item())

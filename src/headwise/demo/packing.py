@@ -32,7 +32,7 @@ class Packing(nn.Packing):
         """(T, T) bool, for implementations without packed batches: which keys a query sees. Made once per window."""
         if window not in self._masks:
             rows = torch.arange(len(self.positions), device=self.positions.device)
-            document = torch.bucketize(rows, self.cu_seqlens[1:], right=True)
+            document = (rows[:, None] >= self.cu_seqlens[1:]).sum(1)
             seen = (document[:, None] == document[None, :]) & (rows[None, :] <= rows[:, None])
             if window is not None:
                 seen &= rows[None, :] > rows[:, None] - window

@@ -34,14 +34,14 @@ def logits(model: TransformerLM, ids: Tensor, packing: Packing) -> Tensor:
     """(T, 256), in the dtype of the weights."""
     table = model.embedding.weight
     x = F.embedding(ids, table) * model.config.embedding_scale
-    rotation = rotation_at(packing.positions, x.dtype)
+    rotation = tuple(table.to(x)[packing.positions] for table in rotation_tables(packing.longest))
     for block in model.blocks:
         assert isinstance(block, TransformerBlock)
         x = _layer(block, x, rotation, packing)
     return F.linear(_norm(x, model.norm.weight, model.config.norm_eps), table)
 
 
-def _layer(block: TransformerBlock, x: Tensor, rotation: tuple[Tensor, Tensor], packing: Packing) -> Tensor:
+def _layer(block: TransformerBlock, x: Tensor, rotation: tuple[Tensor, ...], packing: Packing) -> Tensor:
     attention, mlp = block.attention, block.mlp
     assert attention.q_norm is not None
     assert attention.k_norm is not None
@@ -63,15 +63,16 @@ def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, 1.0 + weight, eps)
 
 
-def rotation_at(positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles at each position, (T, 1, D/2); computed in float64, since positions grow."""
+def rotation_tables(count: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angles at each position, (count, 1, D/2), in float64, since positions grow; on the CPU, as not
+    every GPU has it."""
     half = HEAD_DIM // 2
-    steps = torch.arange(half, dtype=torch.float64, device=positions.device) / half
-    angles = positions[:, None, None] * torch.pow(_ROTARY_BASE, -steps)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    steps = torch.arange(half, dtype=torch.float64) / half
+    angles = torch.arange(count)[:, None, None] * torch.pow(_ROTARY_BASE, -steps)
+    return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, rotation: tuple[Tensor, ...]) -> Tensor:
     """Turn each pair (x[i], x[i + D/2]) of every head by its position's angle (RoFormer, Su et al. 2021)."""
     cos, sin = rotation
     a, b = x.chunk(2, -1)

@@ -79,7 +79,7 @@ class Training:
             ],
             lr=recipe.learning_rate,
             betas=(0.9, 0.95),
-            fused=True,
+            fused=self.device.type != "webgpu",
         )
         documents = [d.training for d in text.documents]
         self.batches = Batches(documents, recipe.tokens, recipe.context, recipe.seed, self.device)

@@ -60,7 +60,7 @@ class KVCache:
         new = torch.arange(tokens, device=self.lengths.device)
         self.positions = self.lengths[:, None].to(torch.int64) + new
         self.counts = None if counts is None else torch.as_tensor(counts).to(self.lengths)
-        self.lengths = self.lengths + (tokens if self.counts is None else self.counts)
+        self.lengths += tokens if self.counts is None else self.counts  # in place: a captured step goes on from there
         self.first = not any(self._used)
         self._used = [used + n for used, n in zip(self._used, known, strict=True)]
         return self.positions
@@ -141,6 +141,13 @@ class PagedKVCache(KVCache):
     def _rows(self, batch: int, key_heads: int) -> tuple[int, ...]:
         """One page more than there are: padding that no page is held for is written there."""
         return self.pages + 1, key_heads, self.page_size
+
+    def extend(self, tokens: int, counts: Sequence[int] | Tensor | None = None) -> Tensor:
+        if self.lengths.device.type == "webgpu" and torch.get_device_module("webgpu").is_current_stream_capturing():
+            raise RuntimeError(
+                "PagedKVCache: it hands out pages on the CPU, which no replay of a captured step would do. Use a KVCache"
+            )
+        return super().extend(tokens, counts)
 
     def _reserve(self, tokens: int, counts: Sequence[int]) -> None:
         needed = [-(-(used + n) // self.page_size) for used, n in zip(self._used, counts, strict=True)]

@@ -112,6 +112,9 @@ class YarnScaling:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 
+_WITHOUT_FLOAT64 = ("mps", "webgpu")
+
+
 class RotaryEmbedding(nn.Module):
     """`headwise.rope` with its tables of cos and sin for positions 0 to ``positions - 1``.
 
@@ -148,9 +151,8 @@ class RotaryEmbedding(nn.Module):
         return plain if self.scaling is None else self.scaling.frequencies(plain, self.dim, self.base)
 
     def _tables(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        at = torch.arange(
-            self.positions, dtype=torch.float64, device="cpu" if torch.device(device).type == "mps" else device
-        )
+        where = "cpu" if torch.device(device).type in _WITHOUT_FLOAT64 else device
+        at = torch.arange(self.positions, dtype=torch.float64, device=where)
         angles = at[:, None] * self.frequencies(at.device)
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude()
         return tuple((magnitude * f(angles)).to(torch.float32).to(device) for f in (torch.cos, torch.sin))  # type: ignore[return-value]

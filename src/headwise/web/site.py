@@ -11,13 +11,9 @@ The same version of Headwise writes the same bytes, on every machine with the sa
 
 from __future__ import annotations
 
-import base64
 import gzip
-import hashlib
-import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +25,10 @@ from headwise.backends.webgpu.array import Array
 from headwise.demo import colours, report
 from headwise.demo.record import AttentionSample
 from headwise.ops._checks import short
-from headwise.web import checks, maps, measures
+from headwise.web import checks, maps, measures, programs
 from headwise.web.checks import Golden
-from headwise.web.recording import Output, Program, Shader, recording
+from headwise.web.programs import Data, as_json
+from headwise.web.recording import Program, Shader, recording
 from headwise.web.tiers import TIERS
 
 PAGE = Path(__file__).parent / "page"
@@ -56,9 +53,9 @@ class Site:
         self.programs: dict[str, dict[str, list[Any]]] = {
             tier.name: {"checks": [], "measures": [], "maps": []} for tier in TIERS
         }
-        self.data: dict[str, _Data] = {}
+        self.data: dict[str, Data] = {}
         self.shaders: dict[str, Shader] = {}
-        self.probe = self._program(_probe(), _Data())
+        self.probe = self._program(_probe(), Data())
         self.tokens: list[int] | None = None
 
     def add_checks(self) -> None:
@@ -102,12 +99,12 @@ class Site:
             shutil.copyfile(path, folder / path.name)
         index = report.with_attention((PAGE / "index.html").read_text(encoding="utf-8"))
         (folder / "index.html").write_text(index, encoding="utf-8")
-        for tier, programs in self.programs.items():
-            _write_json(folder / "programs" / f"{tier}.json", programs)
+        for tier, of_tier in self.programs.items():
+            _write_json(folder / "programs" / f"{tier}.json", of_tier)
         for name, data in self.data.items():
             (folder / "data" / f"{name}.bin").write_bytes(bytes(data.content))
-        texts = {key: {"text": s.text, "writes": s.writes} for key, s in sorted(self.shaders.items())}
-        (folder / "shaders.json.gz").write_bytes(gzip.compress(_json(texts), mtime=0))
+        texts = programs.texts(self.shaders)
+        (folder / "shaders.json.gz").write_bytes(gzip.compress(as_json(texts), mtime=0))
         _write_json(
             folder / "site.json",
             {
@@ -119,62 +116,18 @@ class Site:
             },
         )
 
-    def _data(self, name: str) -> _Data:
-        return self.data.setdefault(name, _Data())
+    def _data(self, name: str) -> Data:
+        return self.data.setdefault(name, Data())
 
-    def _program(self, program: Program, data: _Data, golden: dict[str, Golden] | None = None) -> dict[str, Any]:
-        places = {buffer: i for i, buffer in enumerate(program.buffers)}
-        buffers = []
-        for buffer in program.buffers:
-            said: dict[str, Any] = {"size": buffer.size}
-            if buffer.random is not None:
-                said["random"] = short(buffer.random)
-            elif buffer.content is not None:
-                said["data"] = data.add(buffer.content)
-            buffers.append(said)
-        dispatches = [
-            {
-                "shader": self._shader(dispatch.shader),
-                "groups": dispatch.groups,
-                "parameters": base64.b64encode(dispatch.parameters).decode(),
-                "bound": [
-                    places[b.buffer] if b.size == b.buffer.size else [places[b.buffer], b.first, b.size]
-                    for b in dispatch.bound
-                ],
-            }
-            for dispatch in program.dispatches
-        ]
-        outputs = []
-        for name, output in program.outputs.items():
-            said = {"name": name, **_place(output, places)}
-            if golden is not None:
-                expected = golden[name]
-                said |= {
-                    "golden": data.add(expected.elements.numpy().tobytes()),
-                    "rms": expected.rms, "largest": expected.largest,
-                }  # fmt: skip
-            outputs.append(said)
-        return {"buffers": buffers, "dispatches": dispatches, "prepared": program.prepared, "outputs": outputs}
-
-    def _shader(self, shader: Shader) -> str:
-        key = f"{shader.name}-{hashlib.sha256(shader.text.encode()).hexdigest()[:12]}"
-        self.shaders[key] = shader
-        return key
-
-
-@dataclass
-class _Data:
-    """Blocks of bytes one after the other, each aligned to four bytes; equal ones are stored once."""
-
-    content: bytearray = field(default_factory=bytearray)
-    known: dict[bytes, tuple[int, int]] = field(default_factory=dict)
-
-    def add(self, block: bytes) -> tuple[int, int]:
-        """The offset and size of the block."""
-        if block not in self.known:
-            self.known[block] = len(self.content), len(block)
-            self.content += block + b"\0" * (-len(block) % 4)
-        return self.known[block]
+    def _program(self, program: Program, data: Data, golden: dict[str, Golden] | None = None) -> dict[str, Any]:
+        described = programs.describe(program, data, self.shaders)
+        for said in described["outputs"] if golden is not None else ():
+            expected = golden[said["name"]]
+            said |= {
+                "golden": data.add(expected.elements.numpy().tobytes()),
+                "rms": expected.rms, "largest": expected.largest,
+            }  # fmt: skip
+        return described
 
 
 def write_site(
@@ -203,15 +156,5 @@ def _probe() -> Program:
         return tape.program({"result": Array(result, device)})
 
 
-def _place(output: Output, places: dict[Any, int]) -> dict[str, Any]:
-    return {
-        "buffer": places[output.buffer], "first": output.first, "dtype": short(output.dtype), "shape": output.shape,
-    }  # fmt: skip
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-
-
 def _write_json(path: Path, value: Any) -> None:
-    path.write_bytes(_json(value))
+    path.write_bytes(as_json(value))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from headwise.backends.webgpu import runtime
+from headwise.backends.webgpu.capture_errors import ReadInCapture
 from headwise.backends.webgpu.storage import Layout, Region, Storage
 from headwise.backends.webgpu.subclass import ForSome, refused
 from headwise.backends.webgpu.torch_device import DEVICE, NAME, REGISTERED, backward_in_this_thread
@@ -71,14 +72,19 @@ class Array(Tensor):
             return self.torch().to(*args[1:], **rest)
         return super().to(*args, **kwargs)
 
-    def _read(self) -> Tensor:
+    def _read(self, by: str | None = None) -> Tensor:
+        """by: who asks, where that is no operator of PyTorch's."""
         device = self._usable()
         with device.in_use():
+            if device.capture is not None:
+                raise ReadInCapture(by)
             return device.read(self._region)
 
     async def torch_async(self) -> Tensor:
         """As `torch`, to be awaited: other coroutines run while the GPU works."""
         device = self._usable()
+        if device.capture is not None:
+            raise ReadInCapture("torch_async()")
         try:
             return await device.read_async(self._region)
         except BaseException as error:
@@ -87,7 +93,7 @@ class Array(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """A copy as a numpy array. bfloat16, which numpy does not know, comes as float32."""
-        copy = self._read()
+        copy = self._read("numpy()")
         return (copy.float() if copy.dtype == torch.bfloat16 else copy).numpy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Array:
@@ -120,10 +126,10 @@ class Array(Tensor):
         return self
 
     def tolist(self) -> Any:
-        return self._read().tolist()
+        return self._read("tolist()").tolist()
 
     def item(self) -> Any:
-        return self._read().item()
+        return self._read("item()").item()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.asarray(self.numpy(), dtype)
@@ -136,7 +142,7 @@ class Array(Tensor):
     __dlpack_device__ = __dlpack__
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        text = repr(self.detach()._read())  # type: ignore[attr-defined]
+        text = repr(self.detach()._read("printing"))  # type: ignore[attr-defined]
         history = ", requires_grad=True" if self.requires_grad else ""
         history = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn is not None else history
         text = f"{text[:-1]}, device='{self.device}'{history})"
@@ -149,7 +155,8 @@ class Array(Tensor):
         """The device, if it is still there."""
         if self._device is not runtime.device():
             raise runtime.DeviceLost(
-                "this array lived on a GPU that was lost since; make it anew with headwise.webgpu.array"
+                "this array lived on a GPU that was lost since, or on the other side of headwise.webgpu.portable(); make it "
+                "anew with headwise.webgpu.array"
             )
         return self._device
 
@@ -163,6 +170,8 @@ class Array(Tensor):
                 known = _missing(func)
             return known(*args, **kwargs) if kwargs else known(*args)
         except BaseException as error:
+            if isinstance(error, ReadInCapture) and error.operator is None:
+                error.operator = func
             if torch._C._current_graph_task_id() == -1:
                 raise
             return _raised_after_backward(func, args, kwargs or {}, error)

@@ -45,6 +45,18 @@ def record(function: Callable[[Any, Any], Any], args: Any) -> Callable[..., Any]
     return Record(launch, tensors).replay
 
 
+class Drawn(bytes):
+    """Scalars that every replay of a capture makes anew: random draws."""
+
+    again: Callable[[], bytes]
+
+    @staticmethod
+    def of(make: Callable[[], bytes]) -> Drawn:
+        made = Drawn(make())
+        made.again = make
+        return made
+
+
 class _Dispatch(NamedTuple):
     kernel: Kernel
     groups: tuple[int, ...]
@@ -120,6 +132,8 @@ class Record:
                     key.append(buffer)
                 # The pool lends buffers in a steady order, so most combinations of them have been bound before.
                 commands = device.commands.get(tuple(key)) or self._bind(device, tuple(key))
+                if device.capture is not None:
+                    device.capture.add(self, storages, scalars)
                 _, set_pipeline, set_bind_group, dispatch, offsets, _ = device.encoding
                 offset_count = 0
                 if scalars is not None:

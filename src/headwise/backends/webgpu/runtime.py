@@ -70,6 +70,7 @@ class OpenDevice(Device):
         self.encoding = passes.encoding(self.gpu)
         self.open_pass: Any = None  # its handle; None: there is none
         self.pending = 0  # dispatches in the command buffer
+        self.capture: Any = None  # what records a step (capture.py)
         # Commands by the record and its buffers; the uniform buffer of each record.
         self.commands: dict[tuple[Any, ...], list[Command]] = {}
         self.uniforms: dict[Any, Any] = {}
@@ -84,8 +85,8 @@ class OpenDevice(Device):
         self._encoder: Any = None
         self._pass: Any = None
         self._timer: Timer | None = None
+        _opened.add(self)
         if given is None:
-            _opened.add(self)
             if self.capabilities.tier >= "C":
                 self.capabilities = self._with_subgroups_tried(self.capabilities)
             self.capabilities = self.capabilities._replace(native_half=self._rounds_halves())
@@ -166,8 +167,9 @@ class OpenDevice(Device):
         encoding.dispatch(compute_pass, *groups)
         self.dispatched(1)
 
-    def uniform(self, parameters: bytes) -> Any:
-        return self.gpu.create_buffer_with_data(data=parameters, usage=wgpu.BufferUsage.UNIFORM)
+    def uniform(self, parameters: bytes, changes: bool = False) -> Any:
+        usage = wgpu.BufferUsage.UNIFORM | (wgpu.BufferUsage.COPY_DST if changes else 0)
+        return self.gpu.create_buffer_with_data(data=parameters, usage=usage)
 
     def command(
         self, kernel: Kernel, groups: tuple[int, ...], parameters: tuple[Any, int, int],
@@ -273,8 +275,11 @@ class OpenDevice(Device):
             back = sorted(range(kept.dim()), key=lambda d: order[d])
             kept = kept.permute(order).contiguous().permute(back)
             strides = [0 if s == 0 and n > 1 else c for s, n, c in zip(strides, shape, kept.stride(), strict=True)]
-        region = self.empty(tuple(kept.shape), tensor.dtype)
+        take = self.empty if self.capture is None else self.capture.empty_for_upload
+        region = take(tuple(kept.shape), tensor.dtype)
         flat = kept.as_strided((kept.numel(),), (1,)).detach()
+        if self.capture is not None:
+            self.capture.uploaded(region.storage, _bytes_of(flat))
         self._write(region.storage, _bytes_of(flat))
         return Region(region.storage, tensor.dtype, shape, strides)
 
@@ -284,9 +289,14 @@ class OpenDevice(Device):
             return
         if storage.busy_until == self.pool.submission:
             self.flush()  # a write runs before unsubmitted commands, and these may use this buffer
+        self.write(storage, 0, data)
+
+    def write(self, storage: Storage, first: int, data: Any) -> None:
+        """Bytes into a buffer, after what was submitted and before what will be."""
+        nbytes = len(data)
         if nbytes % 4:
-            data = np.concatenate([data, np.zeros(4 - nbytes % 4, np.uint8)])
-        self.gpu.queue.write_buffer(storage.buffer, 0, data)
+            data = np.concatenate([np.frombuffer(data, np.uint8), np.zeros(4 - nbytes % 4, np.uint8)])
+        self.gpu.queue.write_buffer(storage.buffer, first, data)
         self.counts.uploads += 1
         self.counts.uploaded_bytes += nbytes
 

@@ -48,6 +48,11 @@ class _Module:
     def set_device(self, device: Any) -> None:
         pass
 
+    def is_current_stream_capturing(self) -> bool:
+        from headwise.backends.webgpu import runtime
+
+        return runtime.process.device is not None and runtime.process.device.capture is not None
+
     def _is_in_bad_fork(self) -> bool:
         return False
 

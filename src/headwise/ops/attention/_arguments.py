@@ -178,11 +178,11 @@ def seed_beside(op: str, q: Any, dropout: Any, seed: Any) -> Any:
     _dropout_rate(op, dropout)  # a call that will be refused draws nothing
     if isinstance(seed, Tensor) or not isinstance(q, Tensor):
         return seed
-    device = (
-        "cpu" if hasattr(q, "headwise_device") else q.device
-    )  # a GPU that PyTorch does not know takes it from the CPU
+    on_webgpu = hasattr(q, "headwise_device")
+    device = "cpu" if on_webgpu and q.is_meta else q.device  # a GPU that PyTorch does not know takes it from the CPU
     if seed is None:
-        return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
+        most = 2**32 - 1 if on_webgpu else 2**63 - 1  # WebGPU draws 32 bits at once
+        return torch.randint(0, most, (1,), dtype=torch.int64, device=device)
     if isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)):
         raise TypeError(f"{op}: dropout_seed is {seed!r}; it needs to be a whole number or a one-element int64 tensor")
     if not -(2**63) <= seed < 2**63:

@@ -43,6 +43,16 @@ export class Program {
       const entries = [{ buffer: uniform }, ...bound].map((resource, binding) => ({ binding, resource }));
       return { pipeline, group: device.createBindGroup({ layout, entries }), groups: dispatch.groups, uniform };
     });
+    // What every run begins with again, and parameters that count runs: only steps of a training have such.
+    this.restored = (this.described.restored ?? []).map((which) => ({
+      buffer: this.buffers[which],
+      bytes: new Uint8Array(data, ...this.described.buffers[which].data),
+    }));
+    this.draws = (this.described.draws ?? []).map(({ dispatch, byte, by }) => {
+      const parameters = Uint8Array.from(atob(this.described.dispatches[dispatch].parameters), (c) => c.charCodeAt(0));
+      const next = new DataView(parameters.buffer).getBigUint64(byte, true);
+      return { uniform: this.steps[dispatch].uniform, byte, by: BigInt(by), next };
+    });
   }
 
   #own(buffer) {
@@ -55,6 +65,15 @@ export class Program {
     this.gpu.device.queue.writeBuffer(this.steps[dispatch].uniform, byte, new Float32Array([value]));
   }
 
+  /** Copy bytes to where a tensor lies: an input. */
+  write({ buffer, first, name, ...rest }, bytes) {
+    const wanted = bytesOf(rest);
+    if (bytes.byteLength !== wanted) {
+      throw new Error(`${name} was given ${bytes.byteLength} bytes; it needs ${wanted}: ${rest.dtype} of ${rest.shape}`);
+    }
+    this.gpu.device.queue.writeBuffer(this.buffers[buffer], first, bytes);
+  }
+
   #encode(pass, from = 0) {
     for (const { pipeline, group, groups } of this.steps.slice(from)) {
       pass.setPipeline(pipeline);
@@ -64,13 +83,25 @@ export class Program {
   }
 
   /** Run it once; the bytes of every output, as many as there are elements. */
-  async runAndRead(outputs = this.described.outputs) {
+  runAndRead(outputs = this.described.outputs) {
+    return this.read(outputs, true);
+  }
+
+  /** The bytes of tensors as they are now, or after one more run. */
+  async read(outputs, run = false) {
     const { device } = this.gpu;
     const staging = await this.#guarded(() => {
       const encoder = device.createCommandEncoder();
-      const pass = encoder.beginComputePass();
-      this.#encode(pass);
-      pass.end();
+      if (run) {
+        for (const { buffer, bytes } of this.restored) device.queue.writeBuffer(buffer, 0, bytes);
+        for (const draw of this.draws) {
+          device.queue.writeBuffer(draw.uniform, draw.byte, new BigUint64Array([draw.next]));
+          draw.next += draw.by;
+        }
+        const pass = encoder.beginComputePass();
+        this.#encode(pass);
+        pass.end();
+      }
       const made = outputs.map((output) => {
         const first = output.first & ~3;
         const size = Math.ceil((output.first + bytesOf(output)) / 4) * 4 - first;
@@ -149,7 +180,7 @@ export class Program {
   }
 }
 
-const WIDTHS = { float32: 4, float16: 2, bfloat16: 2, int32: 4 };
+const WIDTHS = { float32: 4, float16: 2, bfloat16: 2, int64: 8, int32: 4, int16: 2, int8: 1, uint8: 1, bool: 1 };
 const bytesOf = ({ shape, dtype }) => shape.reduce((product, size) => product * size, WIDTHS[dtype]);
 
 const DRAWN = 1 << 20;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from headwise.backends.webgpu.array import OPERATORS, Array
 from headwise.backends.webgpu.aten import elementwise, making
 from headwise.backends.webgpu.device import Device
-from headwise.backends.webgpu.recorder import replayed
+from headwise.backends.webgpu.recorder import Drawn, replayed
 from headwise.backends.webgpu.storage import Region
 
 aten = torch.ops.aten
@@ -64,11 +65,22 @@ def _launch(device: Device, y: Region, law: str) -> tuple[()]:
 def draw(y: Array, law: str, generator: Any, first: float, second: float = 0.0) -> Array:
     """Fill y with numbers of a law."""
     if y.numel():
-        seed, call = stream.next(generator)
-        form = "<IIII" + ("II" if law == "whole" else "ff")
-        scalars = struct.pack(form, seed & _WORD, seed >> 32 & _WORD, call & _WORD, call >> 32 & _WORD, first, second)
-        replayed(_launch, [y], law, scalars=scalars)
+        replayed(_launch, [y], law, scalars=Drawn.of(_Draw(law == "whole", generator, first, second)))
     return y
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Makes the scalars of one draw after another."""
+
+    whole: bool
+    generator: Any
+    first: float
+    second: float
+
+    def __call__(self) -> bytes:
+        form = "<QQ" + ("II" if self.whole else "ff")
+        return struct.pack(form, *stream.next(self.generator), self.first, self.second)
 
 
 def _uniform(y: Array, low: float = 0.0, high: float = 1.0, *, generator: Any = None) -> Array:
