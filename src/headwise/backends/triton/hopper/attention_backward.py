@@ -60,7 +60,7 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
         tile = backward_tile(call.q.shape[-1], flags.softcap > 0, call.bias is not None)
     packed = packing is not None
     q, k, v = heads_outside(call)
-    (batch, heads, all_rows, dim), (_, key_heads, all_keys, _) = q.shape, k.shape
+    (batch, heads, all_rows, dim), (_, key_heads, all_keys, _), value_dim = q.shape, k.shape, v.shape[3]
     left, right = band_of(flags, all_rows, all_keys)
     # At the beginning of each sequence: rows that see nothing, and keys that nothing sees. The device knows those of a
     # packed batch.
@@ -97,7 +97,7 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
             find_tiles,
             (tiles + row_blocks,),
             (gpu.contiguous(packing.cu_q), gpu.contiguous(packing.cu_k), tile_records, dk, dv),
-            (tiles, sequences, rows, keys, packing.max_q, packing.max_k, left, right, key_heads * dim),
+            (tiles, sequences, rows, keys, packing.max_q, packing.max_k, left, right, key_heads * dim, key_heads * value_dim),
             (left >= 0, right >= 0, tile.rows, tile.keys, search_block(sequences)),
         )
 
@@ -116,18 +116,26 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
     if bias is not None:
         bias_rows = tile.rows if bias.shape[2] > 1 else 1
     align = aligned_elements(out, grad_out, dq)
-    padded_dim = power_of_two(tile.width)
     gpu.launch(
         prepare_rows,
         (row_blocks * heads * batch,),
         (grad_out, grad_lse, out, lse, sink, row_records, stats, sums, turns, sink_partials, row_stats, blind),
         (rows, empty, heads, row_blocks, all_blocks, *out.stride()[:3], *grad_out.stride()[:3]),
-        (dim, tile.width, padded_dim, tile.rows, align),
+        (value_dim, tile.width, power_of_two(tile.e0 + tile.e1), tile.rows, align),
     )
     box = PackedBox if packed else Box
-    of_rows, of_keys = box(tile.rows, padded_dim), box(tile.keys, padded_dim)
+    wide = tile.width > 128
+    # The wide kernel has one box for all of a head, the other one a box for each piece of it.
+    (of_rows, of_rows1), (of_keys, of_keys1), (of_grads, _), (of_values, _) = (
+        [box(count, width) if width else None for width in ((power_of_two(sum(pieces)), 0) if wide else pieces)]
+        for pieces in ((tile.d0, tile.d1), (tile.e0, tile.e1))
+        for count in (tile.rows, tile.keys)
+    )
+    seen_q, seen_grad = q[:, :, empty:], grad_out[:, :, empty:]
+    seen_k, seen_v, seen_dk, seen_dv = (x[:, :, hidden:] for x in (k, v, dk, dv))
+    seconds = ((seen_q, of_rows1), (seen_k, of_keys1), (seen_v, of_keys1), (seen_grad, of_rows1), (seen_dk, of_keys1), (seen_dv, of_keys1))
     gpu.launch(
-        backward_kernel if tile.width <= 128 else wide_backward_kernel,
+        wide_backward_kernel if wide else backward_kernel,
         (min(tiles * batch * key_heads, gpu.multiprocessors),),
         (
             sums, turns, gpu.counters(1), tile_records, *((None, None) if masked is None else masked[:2]), blind,
@@ -144,14 +152,14 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
         (
             Variant(
                 flags.softcap > 0, left >= 0, right >= 0, packed, heads > key_heads, deterministic, tile.rows, tile.keys,
-                tile.width, tile.stages, tile.kv_stages, masked is not None, bias_rows,
+                tile.width, tile.d0, tile.d1, tile.e0, tile.e1, tile.stages, tile.kv_stages, masked is not None, bias_rows,
             ),
         ),
         descriptors=(
-            (q[:, :, empty:], of_rows), (k[:, :, hidden:], of_keys), (v[:, :, hidden:], of_keys),
-            (grad_out[:, :, empty:], of_rows), (stats, StatisticsBox(tile.rows)),
-            (dk[:, :, hidden:], of_keys), (dv[:, :, hidden:], of_keys),
+            (seen_q, of_rows), (seen_k, of_keys), (seen_v, of_values), (seen_grad, of_grads),
+            (stats, StatisticsBox(tile.rows)), (seen_dk, of_keys), (seen_dv, of_values),
             None if bias is None else (bias, BiasBox(bias_rows, tile.keys)),
+            *(() if wide else (None if piece is None else (x, piece) for x, piece in seconds)),
         ),
     )  # fmt: skip
     columns = 32 if tile.width * tile.rows == 64 * 64 else 64  # of a piece of dQ as the kernel adds it

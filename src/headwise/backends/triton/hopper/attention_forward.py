@@ -48,15 +48,15 @@ def forward(gpu: Gpu, args: Attention, tile: ForwardTile | None = None) -> tuple
             return None
         tile = _chosen_tile(gpu, args)
     q, k, v = heads_outside(args)
-    (batch, heads, q_length, head_dim), (_, key_heads, k_length, _) = q.shape, k.shape
+    (batch, heads, q_length, _), (_, key_heads, k_length, _), value_dim = q.shape, k.shape, v.shape[3]
     packing, flags = args.packing, args.flags
     if packing is None:
-        out = described_out = gpu.empty(q.shape, q.dtype, layout.strides_like_heads(q, head_dim))
+        out = described_out = gpu.empty((*q.shape[:3], value_dim), q.dtype, layout.strides_like_heads(q, value_dim))
         lse = gpu.empty((batch, heads, q_length), torch.float32)
         cu_q = cu_k = None
         packed = (0, 0, 0)
     else:
-        out = gpu.empty(args.q.shape, q.dtype)
+        out = gpu.empty((q_length, heads, value_dim), q.dtype)
         described_out = as_entries(out, True)
         lse = gpu.empty((heads, q_length), torch.float32)
         cu_q, cu_k = gpu.contiguous(packing.cu_q), gpu.contiguous(packing.cu_k)
@@ -82,9 +82,16 @@ def forward(gpu: Gpu, args: Attention, tile: ForwardTile | None = None) -> tuple
     if bias is not None:
         bias_rows = _ROWS * tile.consumers if bias.shape[2] > 1 else 1
     box = Box if packing is None else PackedBox
-    rows, keys = box(_ROWS, tile.d0), box(tile.keys, tile.d0)
-    more_rows, more_keys = box(_ROWS, tile.d1), box(tile.keys, tile.d1)
-    two = tile.d1 > 0  # pieces of the head dim
+    rows, keys, values, outputs = (
+        [box(count, width) if width else None for width in widths]
+        for count, widths in (
+            (_ROWS, (tile.d0, tile.d1)),
+            (tile.keys, (tile.d0, tile.d1)),
+            (tile.keys, (tile.e0, tile.e1)),
+            (_ROWS, (tile.e0, 0 if tile.one_o else tile.e1)),
+        )
+    )
+    described = ((q, rows), (k, keys), (v, values), (described_out, outputs))
     gpu.launch(
         forward_kernel,
         (min(gpu.multiprocessors, works),),
@@ -105,9 +112,7 @@ def forward(gpu: Gpu, args: Attention, tile: ForwardTile | None = None) -> tuple
             ),
         ),
         descriptors=(
-            (q, rows), (q, more_rows) if two else None, (k, keys), (k, more_keys) if two else None,
-            (v, keys), (v, more_keys) if two else None, (described_out, rows),
-            (described_out, more_rows) if two and not tile.one_o else None,
+            *(None if piece is None else (x, piece) for x, pieces in described for piece in pieces),
             None if bias is None else (bias, BiasBox(bias_rows, tile.keys)),
         ),
     )  # fmt: skip

@@ -26,8 +26,10 @@ class ForwardTile(NamedTuple):
 
     consumers: int  # warpgroups that compute, of 64 queries each
     keys: int
-    d0: int
+    d0: int  # the pieces of queries and keys
     d1: int
+    e0: int  # those of values and of the output
+    e1: int
     k_stages: int  # blocks of keys, and of values, that shared memory holds
     v_stages: int
     q_stages: int  # tiles of queries that it holds for each consumer
@@ -67,15 +69,15 @@ LONGEST_MASK = 2**21 - 64  # blocks of 64, whose numbers have 15 bits in the bac
 # A head dim works in the first row that holds it: elements past it are read as zeros and not written. 96 and 192 are two
 # pieces (64 + 32, 128 + 64): a quarter less arithmetic than padding to 128 and 256. Measured on an H200 with 16384 tokens
 # and 2048 = heads · head dim; docs/hopper-attention.md has the figures.
-_64_THREE = ForwardTile(3, 128, 64, 0, 4, 4, 2, ahead=2)
-_64_TWO = ForwardTile(2, 128, 64, 0, 4, 4, 2, ahead=2)
-_64_SHORT = ForwardTile(2, 64, 64, 0, 8, 8, 2, ahead=2)
-_64_FOUR = ForwardTile(4, 64, 64, 0, 6, 6, 2, ahead=2)
-_96 = ForwardTile(2, 128, 64, 32, 2, 3, 2)
-_128 = ForwardTile(2, 128, 128, 0, 2, 2, 2, ahead=2)
-_128_SHORT = ForwardTile(2, 64, 128, 0, 4, 4, 2, ahead=2)
-_192 = ForwardTile(2, 64, 128, 64, 2, 2, 1)
-_256 = ForwardTile(2, 64, 128, 128, 2, 2, 1, one_o=True)
+_64_THREE = ForwardTile(3, 128, 64, 0, 64, 0, 4, 4, 2, ahead=2)
+_64_TWO = ForwardTile(2, 128, 64, 0, 64, 0, 4, 4, 2, ahead=2)
+_64_SHORT = ForwardTile(2, 64, 64, 0, 64, 0, 8, 8, 2, ahead=2)
+_64_FOUR = ForwardTile(4, 64, 64, 0, 64, 0, 6, 6, 2, ahead=2)
+_96 = ForwardTile(2, 128, 64, 32, 64, 32, 2, 3, 2)
+_128 = ForwardTile(2, 128, 128, 0, 128, 0, 2, 2, 2, ahead=2)
+_128_SHORT = ForwardTile(2, 64, 128, 0, 128, 0, 4, 4, 2, ahead=2)
+_192 = ForwardTile(2, 64, 128, 64, 128, 64, 2, 2, 1)
+_256 = ForwardTile(2, 64, 128, 128, 128, 128, 2, 2, 1, one_o=True)
 FORWARD: tuple[ForwardRow, ...] = (
     ForwardRow(64, _64_THREE, _64_TWO, _64_SHORT, _64_TWO, _64_FOUR),
     ForwardRow(96, _96, _96, _96, _96),
@@ -85,6 +87,26 @@ FORWARD: tuple[ForwardRow, ...] = (
 )
 
 
+class NewForward(NamedTuple):
+    """A row of tiles of its own for some head dims, that no GPU has run yet."""
+
+    head_dims: range  # of q and k
+    value_dims: range | None  # of v; None: those of k
+    row: ForwardRow
+
+
+_80 = ForwardTile(2, 128, 64, 16, 64, 16, 3, 3, 2)
+_160 = ForwardTile(2, 64, 128, 32, 128, 32, 3, 2, 1)
+_192_128 = ForwardTile(2, 128, 128, 64, 64, 64, 2, 2, 1, one_o=True)
+NEW_FORWARD: dict[str, NewForward] = {
+    "forward 80": NewForward(range(72, 81, 8), None, ForwardRow(80, _80, _80, _80, _80)),
+    "forward 160": NewForward(range(136, 161, 8), None, ForwardRow(160, _160, _160, _160, _160)),
+    "forward 192/128": NewForward(
+        range(136, 193, 8), range(72, 129, 8), ForwardRow(192, _192_128, _192_128, _192_128, _192_128)
+    ),
+}
+
+
 def masked_tile(head_dim: int) -> ForwardTile:
     """With a mask: two warpgroups, so that its bits find registers."""
     return next(row.few for row in FORWARD if head_dim <= row.widest)
@@ -92,12 +114,12 @@ def masked_tile(head_dim: int) -> ForwardTile:
 
 # With a bias, whose blocks lie in shared memory as well: for head dims up to so many, and elements of so many bytes.
 _BIASED: dict[tuple[int, int], ForwardTile] = {
-    (64, 2): ForwardTile(2, 128, 64, 0, 3, 3, 2, ahead=2, b_stages=2),
-    (64, 4): ForwardTile(2, 64, 64, 0, 4, 4, 2, ahead=2, b_stages=2),
-    (96, 2): ForwardTile(2, 64, 64, 32, 3, 3, 2, b_stages=2),
-    (96, 4): ForwardTile(2, 64, 64, 32, 2, 2, 2, b_stages=2),
-    (128, 2): ForwardTile(2, 64, 128, 0, 3, 3, 2, ahead=2, b_stages=2),
-    (128, 4): ForwardTile(2, 64, 128, 0, 2, 2, 2, ahead=2, b_stages=2),
+    (64, 2): ForwardTile(2, 128, 64, 0, 64, 0, 3, 3, 2, ahead=2, b_stages=2),
+    (64, 4): ForwardTile(2, 64, 64, 0, 64, 0, 4, 4, 2, ahead=2, b_stages=2),
+    (96, 2): ForwardTile(2, 64, 64, 32, 64, 32, 3, 3, 2, b_stages=2),
+    (96, 4): ForwardTile(2, 64, 64, 32, 64, 32, 2, 2, 2, b_stages=2),
+    (128, 2): ForwardTile(2, 64, 128, 0, 128, 0, 3, 3, 2, ahead=2, b_stages=2),
+    (128, 4): ForwardTile(2, 64, 128, 0, 128, 0, 2, 2, 2, ahead=2, b_stages=2),
 }
 
 
@@ -130,7 +152,11 @@ class BackwardTile(NamedTuple):
 
     keys: int  # per tile
     rows: int  # of queries per step
-    width: int  # of heads, filled up
+    width: int  # of heads, filled up: columns of a block of sums of dQ
+    d0: int  # the pieces of queries and keys that products are done in
+    d1: int
+    e0: int  # those of values and grad_out
+    e1: int
     stages: int  # steps that are loaded ahead
     kv_stages: int  # tiles whose keys and values shared memory holds
     least_tiles: int  # over all heads of a call: smaller calls were not measured to gain
@@ -140,11 +166,35 @@ class BackwardTile(NamedTuple):
 
 # Heads work in the first one that is wide enough. Measured on an H200: docs/hopper-attention-backward.md.
 BACKWARD: tuple[BackwardTile, ...] = (
-    BackwardTile(128, 128, 64, 2, 2, 16, 2048, 2048),
-    BackwardTile(128, 64, 128, 2, 2, 16, 2048, 512),
-    BackwardTile(64, 64, 192, 2, 1, 128, 2048, 512),
-    BackwardTile(64, 64, 256, 2, 1, 128, 2048, 512),
+    BackwardTile(128, 128, 64, 64, 0, 64, 0, 2, 2, 16, 2048, 2048),
+    BackwardTile(128, 64, 128, 128, 0, 128, 0, 2, 2, 16, 2048, 512),
+    BackwardTile(64, 64, 192, 128, 64, 128, 64, 2, 1, 128, 2048, 512),
+    BackwardTile(64, 64, 256, 128, 128, 128, 128, 2, 1, 128, 2048, 512),
 )
+
+
+class NewBackward(NamedTuple):
+    """As `NewForward`."""
+
+    head_dims: range
+    value_dims: range | None
+    tile: BackwardTile
+
+
+NEW_BACKWARD: dict[str, NewBackward] = {
+    "backward 80": NewBackward(
+        range(72, 81, 8), None, BackwardTile(128, 64, 128, 64, 16, 64, 16, 2, 2, 16, 2048, 512)
+    ),
+    "backward 96": NewBackward(
+        range(88, 97, 8), None, BackwardTile(128, 64, 128, 64, 32, 64, 32, 2, 2, 16, 2048, 512)
+    ),
+    "backward 160": NewBackward(
+        range(136, 161, 8), None, BackwardTile(64, 64, 192, 128, 32, 128, 32, 2, 1, 128, 2048, 512)
+    ),
+    "backward 192/128": NewBackward(
+        range(136, 193, 8), range(72, 129, 8), BackwardTile(64, 64, 192, 128, 64, 128, 0, 2, 1, 128, 2048, 512)
+    ),
+}
 
 
 def forward_tile(head_dim: int, length: int, packed: bool, banded: bool, tiles: int, processors: int) -> ForwardTile:
