@@ -379,7 +379,9 @@ def _mma_wait(left: int, values: list[Any]) -> Any:
     products = _partition().products
     while len(products) > left:
         products.pop(0)()
-    found = tuple(v.value if isinstance(v, Product) and v.value is not None and v not in products else v for v in values)
+    found = tuple(
+        v.value if isinstance(v, Product) and v.value is not None and v not in products else v for v in values
+    )
     return found[0] if len(found) == 1 else found
 
 
@@ -400,7 +402,9 @@ def _arrive(barrier: Barrier, pred: Any = True) -> None:
 def _wait(barrier: Barrier, phase: Any, pred: Any = True) -> None:
     phase = int(_plain(phase))
     if pred:
-        _partition().until(lambda: barrier.phase != phase, f"phase {phase}, {barrier.left} arrivals, {barrier.bytes} bytes")
+        _partition().until(
+            lambda: barrier.phase != phase, f"phase {phase}, {barrier.left} arrivals, {barrier.bytes} bytes"
+        )
 
 
 def _named_barrier(number: int, threads: int, waits: bool) -> None:
@@ -436,7 +440,9 @@ def _atomic_add(pointer: Pointer, value: Any, sem: str = "") -> Value:
     return old
 
 
-def _assembly(text: str, constraints: str, args: list[Any], dtype: Any = None, is_pure: bool = True, pack: int = 1) -> Any:
+def _assembly(
+    text: str, constraints: str, args: list[Any], dtype: Any = None, is_pure: bool = True, pack: int = 1
+) -> Any:
     """What the kernels write in PTX."""
     if (named := re.search(r"bar\.(sync|arrive) (\d+), (\d+)", text)) is not None:
         _named_barrier(int(named[2]), int(named[3]), named[1] == "sync")
@@ -569,9 +575,7 @@ def run(kernel: Any, programs: int, arguments: list[Any], seed: int) -> None:
         machine = Machine(seed, programs)
         for number in range(programs):
             program = SimpleNamespace(number=number, named={})
-            machine.threads.append(
-                Partition(machine, program, f"program {number}", 128, lambda: kernel.fn(*arguments))
-            )
+            machine.threads.append(Partition(machine, program, f"program {number}", 128, lambda: kernel.fn(*arguments)))
         machine.run()
 
 
@@ -598,9 +602,7 @@ class OnCpu(Interpreter):
             return
         described = [None if d is None else Descriptor(*d) for d in descriptors]
         pointers = [None if t is None else Pointer(_memory(t)) for t in tensors]
-        scalars = [
-            Value(torch.tensor(n, dtype=torch.int32 if isinstance(n, int) else torch.float32)) for n in numbers
-        ]
+        scalars = [Value(torch.tensor(n, dtype=torch.int32 if isinstance(n, int) else torch.float32)) for n in numbers]
         self.launched.append(constants[0])
         run(kernel, grid[0], [*described, *pointers, *scalars, *constants], self.seed)
         assert not self.counter.any(), "the next launch does not find a zero"

@@ -30,10 +30,10 @@ from headwise.backends.triton.hopper.attention_forward import forward
 from headwise.backends.triton.hopper.coverage import (
     BACKWARD,
     FORWARD,
-    ForwardTile,
     biased_tile,
     masked_tile,
 )
+from headwise.backends.triton.hopper.tiles import ForwardTile
 from headwise.backends.triton.recording import Call, Launch, Recording
 from headwise.ops.attention._arguments import Attention, AttentionBackward, Flags, Packing
 

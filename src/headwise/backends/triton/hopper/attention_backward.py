@@ -25,7 +25,6 @@ from headwise.backends.triton.hopper.backward_rows import RECORD, find_tiles, fi
 from headwise.backends.triton.hopper.backward_schedule import Variant
 from headwise.backends.triton.hopper.backward_wide_kernel import wide_backward_kernel
 from headwise.backends.triton.hopper.coverage import (
-    BackwardTile,
     as_entries,
     backward_tile,
     covers_backward,
@@ -33,8 +32,9 @@ from headwise.backends.triton.hopper.coverage import (
     strides_fit,
     unexpanded,
 )
-from headwise.backends.triton.hopper.descriptors import BiasBox, Box, PackedBox, StatisticsBox
+from headwise.backends.triton.hopper.descriptors import BiasBox, StatisticsBox, in_pieces
 from headwise.backends.triton.hopper.mask_tiles import NO_STEPS, packed_mask
+from headwise.backends.triton.hopper.tiles import BackwardTile
 from headwise.backends.triton.parameters import inputs_of
 from headwise.backends.triton.partial_sums import sum_partials
 from headwise.backends.triton.scores import band_of, search_block
@@ -57,7 +57,10 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
         read = (call.q, call.k, call.v) if call.bias is None else (call.q, call.k, call.v, call.bias)
         if covers_backward(call) is not None or not all(map(gpu.aligned, read)):
             return None
-        tile = backward_tile(call.q.shape[-1], flags.softcap > 0, call.bias is not None)
+        tile = backward_tile(
+            call.q.shape[-1], flags.softcap > 0, call.bias is not None, masked=call.mask is not None,
+            value_dim=call.v.shape[-1],
+        )  # fmt: skip
     packed = packing is not None
     q, k, v = heads_outside(call)
     (batch, heads, all_rows, dim), (_, key_heads, all_keys, _), value_dim = q.shape, k.shape, v.shape[3]
@@ -97,9 +100,12 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
             find_tiles,
             (tiles + row_blocks,),
             (gpu.contiguous(packing.cu_q), gpu.contiguous(packing.cu_k), tile_records, dk, dv),
-            (tiles, sequences, rows, keys, packing.max_q, packing.max_k, left, right, key_heads * dim, key_heads * value_dim),
+            (
+                tiles, sequences, rows, keys, packing.max_q, packing.max_k, left, right, key_heads * dim,
+                key_heads * value_dim,
+            ),
             (left >= 0, right >= 0, tile.rows, tile.keys, search_block(sequences)),
-        )
+        )  # fmt: skip
 
     masked = None
     if call.mask is not None:
@@ -123,17 +129,16 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
         (rows, empty, heads, row_blocks, all_blocks, *out.stride()[:3], *grad_out.stride()[:3]),
         (value_dim, tile.width, power_of_two(tile.e0 + tile.e1), tile.rows, align),
     )
-    box = PackedBox if packed else Box
     wide = tile.width > 128
-    # The wide kernel has one box for all of a head, the other one a box for each piece of it.
-    (of_rows, of_rows1), (of_keys, of_keys1), (of_grads, _), (of_values, _) = (
-        [box(count, width) if width else None for width in ((power_of_two(sum(pieces)), 0) if wide else pieces)]
-        for pieces in ((tile.d0, tile.d1), (tile.e0, tile.e1))
-        for count in (tile.rows, tile.keys)
-    )
-    seen_q, seen_grad = q[:, :, empty:], grad_out[:, :, empty:]
-    seen_k, seen_v, seen_dk, seen_dv = (x[:, :, hidden:] for x in (k, v, dk, dv))
-    seconds = ((seen_q, of_rows1), (seen_k, of_keys1), (seen_v, of_keys1), (seen_grad, of_rows1), (seen_dk, of_keys1), (seen_dv, of_keys1))
+    described = []
+    for x, count, widths in (
+        (q[:, :, empty:], tile.rows, (tile.d0, tile.d1)), (k[:, :, hidden:], tile.keys, (tile.d0, tile.d1)),
+        (v[:, :, hidden:], tile.keys, (tile.e0, tile.e1)), (grad_out[:, :, empty:], tile.rows, (tile.e0, tile.e1)),
+        (dk[:, :, hidden:], tile.keys, (tile.d0, tile.d1)), (dv[:, :, hidden:], tile.keys, (tile.e0, tile.e1)),
+    ):  # fmt: skip
+        # The wide kernel has one box for all of a head, the other one a box for each piece of it.
+        described.append(in_pieces(x, count, (power_of_two(sum(widths)), 0) if wide else widths, packed))
+    (*of_inputs, of_dk, of_dv), seconds = zip(*described, strict=True)
     gpu.launch(
         wide_backward_kernel if wide else backward_kernel,
         (min(tiles * batch * key_heads, gpu.multiprocessors),),
@@ -156,10 +161,8 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
             ),
         ),
         descriptors=(
-            (seen_q, of_rows), (seen_k, of_keys), (seen_v, of_values), (seen_grad, of_grads),
-            (stats, StatisticsBox(tile.rows)), (seen_dk, of_keys), (seen_dv, of_values),
-            None if bias is None else (bias, BiasBox(bias_rows, tile.keys)),
-            *(() if wide else (None if piece is None else (x, piece) for x, piece in seconds)),
+            *of_inputs, (stats, StatisticsBox(tile.rows)), of_dk, of_dv,
+            None if bias is None else (bias, BiasBox(bias_rows, tile.keys)), *(() if wide else seconds),
         ),
     )  # fmt: skip
     columns = 32 if tile.width * tile.rows == 64 * 64 else 64  # of a piece of dQ as the kernel adds it

@@ -79,6 +79,15 @@ from headwise.backends.triton.hopper.mask_words import LIST_HEADER, Mask, bits_o
 from headwise.backends.triton.hopper.sequence_rows import store_rows
 
 
+class Outputs(NamedTuple):
+    """Descriptors of the gradients of keys and values, in one or two pieces of the head dim."""
+
+    dk: Any
+    dv: Any
+    dk1: Any
+    dv1: Any
+
+
 class Listed(NamedTuple):
     """What a step needs to know of a mask."""
 
@@ -301,9 +310,7 @@ def _store_gradients(desc, desc1, buffer, buffer1, place, tile, X: gl.constexpr)
 
 
 @gluon.jit
-def _consume(
-    HALF: gl.constexpr, dk_desc, dv_desc, dk1_desc, dv1_desc, buffers, ds_s, mailbox, turns, call, X: gl.constexpr
-):  # fmt: skip
+def _consume(HALF: gl.constexpr, outputs, buffers, ds_s, mailbox, turns, call, X: gl.constexpr):
     """A consumer warpgroup: dK and dV of its half of one tile after the other."""
     BM: gl.constexpr = X.rows
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
@@ -336,7 +343,8 @@ def _consume(
             for member in range(0, members):
                 head_sums = (
                     call.sums
-                    + ((tile.head * call.group + member).to(gl.int64) * call.all_blocks + tile.first_block) * (BM * X.dim)
+                    + ((tile.head * call.group + member).to(gl.int64) * call.all_blocks + tile.first_block)
+                    * (BM * X.dim)
                     + HALF * (BM * X.dim // 2)
                 )
                 # The blocks that need a mask lie at both ends; in a triangle that is walked upwards, at the first.
@@ -377,9 +385,9 @@ def _consume(
         fence_async_shared()
         wait_for_consumers(256)
         if HALF == 0:
-            _store_gradients(dv_desc, dv1_desc, buffers.v, buffers.v1, place, tile, X)
+            _store_gradients(outputs.dv, outputs.dv1, buffers.v, buffers.v1, place, tile, X)
         else:
-            _store_gradients(dk_desc, dk1_desc, buffers.k, buffers.k1, place, tile, X)
+            _store_gradients(outputs.dk, outputs.dk1, buffers.k, buffers.k1, place, tile, X)
         if X.kv_stages == 1:
             wait_for_stores(0)
             mbarrier.arrive(buffers.kv_empty.index(0))
@@ -397,10 +405,10 @@ def _consume(
     do_not_specialize_on_alignment=["ticket", "bits", "lists", "blind", "stats"],
 )  # fmt: skip
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, q1_desc, k1_desc, v1_desc, do1_desc,
-    dk1_desc, dv1_desc, sums, turns, ticket, records, bits, lists, blind, stats, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group,
-    scale, score_scale, softcap, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at,
-    bias_batch, bias_head, bias_row, bias_key, VARIANT: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, q1_desc, k1_desc, v1_desc, do1_desc, dk1_desc,
+    dv1_desc, sums, turns, ticket, records, bits, lists, blind, stats, tiles, batch_heads, heads_together, rows, keys,
+    row_blocks, all_blocks, left, right, key_heads, group, scale, score_scale, softcap, bits_batch, bits_head, bits_block,
+    bits_row, lists_batch, lists_head, lists_tile, seen_at, bias_batch, bias_head, bias_row, bias_key, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """A persistent program. The parameters are those of `Inputs` and `Call`, the gradients, and a `Variant`."""
     X: gl.constexpr = constants(VARIANT)
@@ -409,6 +417,7 @@ def backward_kernel(
     inputs = Inputs(
         q_desc, k_desc, v_desc, do_desc, stats_desc, bias_desc, q1_desc, k1_desc, v1_desc, do1_desc
     )  # fmt: skip
+    outputs = Outputs(dk_desc, dv_desc, dk1_desc, dv1_desc)
     bias_place, bias_s = None, None
     if X.bias_rows > 0:
         bias_place = BiasPlace(bias_batch, bias_head, bias_row, bias_key)
@@ -439,15 +448,15 @@ def backward_kernel(
     # Argument tuples have to stand inside the call.
     if X.deterministic:
         gl.warp_specialize([
-            (_consume, (gl.constexpr(0), dk_desc, dv_desc, dk1_desc, dv1_desc, buffers, ds_s, mailbox, turn_barriers, call, X)),
-            (_consume, (gl.constexpr(1), dk_desc, dv_desc, dk1_desc, dv1_desc, buffers, ds_s, mailbox, turn_barriers, call, X)),
+            (_consume, (gl.constexpr(0), outputs, buffers, ds_s, mailbox, turn_barriers, call, X)),
+            (_consume, (gl.constexpr(1), outputs, buffers, ds_s, mailbox, turn_barriers, call, X)),
             (produce, (inputs, buffers, mailbox, call, X)),
             (await_turns, (mailbox, turn_barriers, call, X)),
             (pass_turns, (mailbox, empty, turn_barriers, call, X)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (gl.constexpr(0), dk_desc, dv_desc, dk1_desc, dv1_desc, buffers, ds_s, mailbox, turn_barriers, call, X)),
-            (_consume, (gl.constexpr(1), dk_desc, dv_desc, dk1_desc, dv1_desc, buffers, ds_s, mailbox, turn_barriers, call, X)),
+            (_consume, (gl.constexpr(0), outputs, buffers, ds_s, mailbox, turn_barriers, call, X)),
+            (_consume, (gl.constexpr(1), outputs, buffers, ds_s, mailbox, turn_barriers, call, X)),
             (produce, (inputs, buffers, mailbox, call, X)),
         ], [4, 1], [240, 24])  # fmt: skip
