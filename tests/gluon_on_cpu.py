@@ -25,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from gluon_values import Pointer, Value, load, pair, plain, store, where
 from triton.experimental.gluon import language as real_gl
 from triton.runtime.jit import JITFunction
 
@@ -131,96 +132,6 @@ def _partition() -> Partition:
     return _here.partition
 
 
-def _plain(x: Any) -> Any:
-    return x.x if isinstance(x, Value) else x
-
-
-class Value:
-    """A tensor in registers, or a number."""
-
-    def __init__(self, x: Any) -> None:
-        self.x = x if isinstance(x, torch.Tensor) else torch.tensor(x)
-
-    dtype = property(lambda self: self.x.dtype)
-    shape = property(lambda self: tuple(self.x.shape))
-    type = property(lambda self: SimpleNamespace(layout=None))
-
-    def __bool__(self) -> bool:
-        return bool(self.x)
-
-    def __index__(self) -> int:
-        return int(self.x)
-
-    def __getitem__(self, at: Any) -> Value:
-        return Value(self.x[at])
-
-    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
-        return Value(self.x.view(dtype) if bitcast else self.x.to(dtype))
-
-    def reshape(self, shape: list[int]) -> Value:
-        return Value(self.x.reshape(shape))
-
-    def permute(self, order: tuple[int, ...]) -> Value:
-        return Value(self.x.permute(order))
-
-
-def _divided(a: Any, b: Any) -> Any:
-    return torch.div(torch.as_tensor(a), b, rounding_mode="trunc")
-
-
-_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "truediv": lambda a, b: a / b,
-    "floordiv": _divided,
-    "mod": lambda a, b: torch.fmod(torch.as_tensor(a), b),
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
-    "rshift": lambda a, b: a >> b,
-}
-_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-}
-
-
-def _operator(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Value, Any], Any]:
-    def apply(self: Value, other: Any) -> Any:
-        if isinstance(other, Pointer):
-            return NotImplemented
-        other = _plain(other)
-        return Value(function(other, self.x) if swapped else function(self.x, other))
-
-    return apply
-
-
-for _name, _function in (_OPERATIONS | _COMPARISONS).items():
-    setattr(Value, f"__{_name}__", _operator(_function, False))
-    if _name in _OPERATIONS:
-        setattr(Value, f"__r{_name}__", _operator(_function, True))
-Value.__neg__ = lambda self: Value(-self.x)  # type: ignore[attr-defined]
-Value.__hash__ = None  # type: ignore[assignment]
-
-
-class Pointer:
-    def __init__(self, memory: Any, at: Any = 0) -> None:
-        self.memory, self.at = memory, at
-
-    def __add__(self, steps: Any) -> Pointer:
-        return Pointer(self.memory, self.at + _plain(steps))
-
-    __radd__ = __add__
-
-    def to(self, dtype: Any, bitcast: bool = False) -> Pointer:
-        return self
-
-
 class Buffer:
     """Shared memory, or a part of it. ``whole``: the allocation, where it can be read in another shape."""
 
@@ -231,7 +142,7 @@ class Buffer:
     shape = property(lambda self: tuple(self.x.shape))
 
     def index(self, at: Any) -> Buffer:
-        at = int(_plain(at))
+        at = int(plain(at))
         assert 0 <= at < self.x.shape[0], "a place that is not there"
         return Buffer(self.x[at])
 
@@ -258,19 +169,19 @@ class Buffer:
 
 
 class Slabs:
-    """Tiles ``(…, rows, columns)`` as they lie in memory: in slabs of up to 64 columns, in pieces of some rows."""
+    """Tiles ``(places, …, columns)`` as they lie in memory: in slabs of up to 64 columns, in pieces of some rows."""
 
     def __init__(self, x: Any, rows: int, columns: int) -> None:
-        self.x, self.rows, self.columns = x.flatten(1, -3) if x.dim() > 3 else x[:, None], rows, columns
+        self.x, self.rows, self.columns = x.flatten(1, -2), rows, columns
         assert columns == min(64, x.shape[-1])
 
     def index(self, at: Any) -> Buffer:
-        _, _, rows, columns = self.x.shape
+        _, rows, columns = self.x.shape
         pieces, slabs = rows // self.rows, columns // self.columns
         place, at = divmod(int(at), pieces * slabs)
         slab, piece = divmod(at, pieces)
-        tile = self.x[place, 0]
-        return Buffer(tile.narrow(0, piece * self.rows, self.rows).narrow(1, slab * self.columns, self.columns))
+        tile = self.x[place].narrow(0, piece * self.rows, self.rows)
+        return Buffer(tile.narrow(1, slab * self.columns, self.columns))
 
 
 class Barrier:
@@ -291,7 +202,7 @@ class Barriers:
         self.all = [Barrier() for _ in range(count)]
 
     def index(self, at: Any) -> Barrier:
-        return self.all[int(_plain(at))]
+        return self.all[int(plain(at))]
 
 
 class Product:
@@ -321,7 +232,7 @@ class Descriptor:
 
     def at(self, coordinates: list[Any]) -> tuple[Any, tuple[slice, ...]]:
         """What of the tensor is in a box there, and where in the box that lies."""
-        starts = [int(_plain(c)) for c in coordinates]
+        starts = [int(plain(c)) for c in coordinates]
         x, shape = self.x, self.block_shape
         if self.packed:
             far, end, past, head, column = starts
@@ -400,7 +311,7 @@ def _arrive(barrier: Barrier, pred: Any = True) -> None:
 
 
 def _wait(barrier: Barrier, phase: Any, pred: Any = True) -> None:
-    phase = int(_plain(phase))
+    phase = int(plain(phase))
     if pred:
         _partition().until(
             lambda: barrier.phase != phase, f"phase {phase}, {barrier.left} arrivals, {barrier.bytes} bytes"
@@ -420,22 +331,9 @@ def _named_barrier(number: int, threads: int, waits: bool) -> None:
         me.until(lambda: state[1] > round_of_mine, f"the named barrier {number}")
 
 
-def _load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Value:
-    at, there = torch.broadcast_tensors(torch.as_tensor(pointer.at), torch.as_tensor(_plain(mask)))
-    found = pointer.memory[torch.where(there, at, 0).long()]
-    return Value(torch.where(there, found, torch.as_tensor(other, dtype=found.dtype)))
-
-
-def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
-    at, there, x = torch.broadcast_tensors(
-        torch.as_tensor(pointer.at), torch.as_tensor(_plain(mask)), torch.as_tensor(_plain(value))
-    )
-    pointer.memory[at[there].long()] = x[there].to(pointer.memory.dtype)
-
-
 def _atomic_add(pointer: Pointer, value: Any, sem: str = "") -> Value:
     old = Value(pointer.memory[int(pointer.at)].clone())
-    pointer.memory[int(pointer.at)] += int(_plain(value))
+    pointer.memory[int(pointer.at)] += int(plain(value))
     _partition().until(lambda: True, "nothing")
     return old
 
@@ -454,12 +352,12 @@ def _assembly(
         return None
     if "ld.acquire" in text:
         counter, turn = args
-        at, turn = int(counter.at), int(_plain(turn))
+        at, turn = int(counter.at), int(plain(turn))
         _partition().until(lambda: int(counter.memory[at]) == turn, f"turn {turn}")
         return Value(turn)
     if "st.relaxed" in text:
         counter, turn = args
-        counter.memory[int(counter.at)] = int(_plain(turn))
+        counter.memory[int(counter.at)] = int(plain(turn))
         return Value(0)
     if "atom.relaxed.gpu.global.add.u32" in text:
         return _atomic_add(args[0], 1)
@@ -474,22 +372,6 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
         return Barriers(shape[0])
     poison = float("nan") if dtype.is_floating_point else -(2**30)
     return Buffer(torch.full([int(n) for n in shape], poison, dtype=dtype))
-
-
-def _where(condition: Any, a: Any, b: Any) -> Value:
-    condition, a, b = map(torch.as_tensor, map(_plain, (condition, a, b)))
-    if a.dtype != b.dtype and a.dim() != b.dim():  # a number takes the kind of the tensor
-        kind = a.dtype if a.dim() > b.dim() else b.dtype
-        a, b = a.to(kind), b.to(kind)
-    return Value(torch.where(condition, a, b))
-
-
-def _pair(function: Callable[..., Any]) -> Callable[[Any, Any], Value]:
-    def apply(a: Any, b: Any) -> Value:
-        a, b = torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b))
-        return Value(function(a, b))
-
-    return apply
 
 
 def _specialize(parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
@@ -514,8 +396,8 @@ _GL = {
     "zeros": lambda shape, dtype, layout: Value(torch.zeros([int(n) for n in shape], dtype=dtype)),
     "full": lambda shape, value, dtype, layout: Value(torch.full(shape, value, dtype=dtype)),
     "arange": lambda start, end, layout: Value(torch.arange(int(start), int(end), dtype=torch.int32)),
-    "load": _load, "store": _store, "atomic_add": _atomic_add, "allocate_shared_memory": _allocate,
-    "where": _where, "maximum": _pair(torch.maximum), "minimum": _pair(torch.minimum),
+    "load": load, "store": store, "atomic_add": _atomic_add, "allocate_shared_memory": _allocate,
+    "where": where, "maximum": pair(torch.maximum), "minimum": pair(torch.minimum),
     "cdiv": lambda a, b: (a + (b - 1)) // b if isinstance(a, Value) or isinstance(b, Value) else -(-a // b),
     "max": lambda x, axis: Value(x.x.amax(axis)), "sum": lambda x, axis: Value(x.x.sum(axis, dtype=x.dtype)),
     "exp2": lambda x: Value(torch.exp2(x.x)), "log2": lambda x: Value(torch.log2(x.x)),
