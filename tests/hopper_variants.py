@@ -25,15 +25,16 @@ from torch import Tensor
 
 from headwise.arguments import split
 from headwise.backends.triton.gpu import KNOWN
+from headwise.backends.triton.hopper import new_tiles
 from headwise.backends.triton.hopper.attention_backward import backward
 from headwise.backends.triton.hopper.attention_forward import forward
 from headwise.backends.triton.hopper.coverage import (
     BACKWARD,
     FORWARD,
-    ForwardTile,
     biased_tile,
     masked_tile,
 )
+from headwise.backends.triton.hopper.tiles import ForwardTile
 from headwise.backends.triton.recording import Call, Launch, Recording
 from headwise.ops.attention._arguments import Attention, AttentionBackward, Flags, Packing
 
@@ -52,17 +53,18 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def attention(
     dim: int, flags: Flags = FULL, *, length: int = 4096, keys: int | None = None, batch: int = 2, heads: int = 16,
     group: int = 1, packed: int | None = None, sink: bool = False, lengths: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, value_dim: int | None = None,
 ) -> Attention:  # fmt: skip
     """A call without memory; ``packed``: so many sequences in ``length`` tokens."""
     keys = length if keys is None else keys
     q, k = (batch, heads, length, dim), (batch, heads // group, keys, dim)
+    v = *k[:3], dim if value_dim is None else value_dim
     packing = None
     if packed is not None:
-        q, k = ((s, n, d) for _, n, s, d in (q, k))
+        q, k, v = ((s, n, d) for _, n, s, d in (q, k, v))
         packing = Packing(*(meta(packed + 1, dtype=torch.int32) for _ in range(2)), length, keys)
     return Attention(
-        meta(*q, dtype=dtype), meta(*k, dtype=dtype), meta(*k, dtype=dtype), None, None,
+        meta(*q, dtype=dtype), meta(*k, dtype=dtype), meta(*v, dtype=dtype), None, None,
         meta(heads, dtype=torch.float32) if sink else None, meta(batch, dtype=torch.int32) if lengths else None,
         None, None, packing, flags,
     )  # fmt: skip
@@ -71,7 +73,7 @@ def attention(
 def gradients_of(args: Attention, grad_lse: bool = False) -> AttentionBackward:
     shape = args.q.shape[1::-1] if args.packing is not None else args.q.shape[:3]
     lse = meta(*shape, dtype=torch.float32)
-    out = torch.empty_like(args.q)
+    out = meta(*args.q.shape[:-1], args.v.shape[-1], dtype=args.q.dtype)
     return AttentionBackward(out, lse if grad_lse else None, out, lse, args, False, args.sink is not None)
 
 
@@ -158,6 +160,7 @@ def _variants() -> dict[str, tuple[Any, Any]]:
         name = f"backward {of.width} {'packed' if packed else 'dense'} {band}"
         name += " grouped" * grouped + " any order" * (not ordered) + " cap" * cap
         made[name] = backward, gradients_of(args)
+    made |= _new_variants()
     seen, float32 = meta(4096, 4096, dtype=torch.bool), torch.float32
     scores: dict[str, dict[str, Tensor]] = {
         "mask": {"mask": seen},
@@ -175,6 +178,24 @@ def _variants() -> dict[str, tuple[Any, Any]]:
         tile = masked_tile(dim) if args.bias is None else biased_tile(dim, args.bias.element_size())
         made[f"forward {dim} {kind} {band}"] = functools.partial(forward, tile=tile), args
         made[f"backward {dim} {kind} {band}"] = backward, gradients_of(args)
+    return made
+
+
+def _new_variants() -> dict[str, tuple[Any, Any]]:
+    """Those of the tiles that have not run on a GPU."""
+    made: dict[str, tuple[Any, Any]] = {}
+    for (name, new), (band, flags), packed in itertools.product(
+        {**new_tiles.FORWARD, **new_tiles.BACKWARD}.items(), BANDS.items(), (False, True)
+    ):
+        value_dim = None if new.value_dims is None else new.value_dims[1]
+        args = attention(
+            new.head_dims[1], flags, batch=1, packed=2 if packed else None, value_dim=value_dim
+        )  # fmt: skip
+        name += f" {'packed' if packed else 'dense'} {band}"
+        if isinstance(new, new_tiles.NewForward):
+            made[name] = functools.partial(forward, tile=new.row.tile), args
+        else:
+            made[name] = functools.partial(backward, tile=new.tile), gradients_of(args)
     return made
 
 

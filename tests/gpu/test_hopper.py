@@ -17,7 +17,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.backends.triton import hopper, tile_sizes
 from headwise.backends.triton.gpu import Gpu, facts
-from headwise.backends.triton.hopper import attention_forward, coverage
+from headwise.backends.triton.hopper import attention_forward, coverage, tiles
 from headwise.config import settings
 
 REPEATS = int(os.environ.get("HEADWISE_TEST_REPEATS", "10000"))
@@ -214,7 +214,7 @@ def test_packed_sequences_with_other_keys_and_nan_in_what_nobody_sees(dim, name,
 
 # Every tile that packed batches may have, whatever is chosen for these lengths.
 TILES = sorted(
-    {(row.widest, tile) for row in coverage.FORWARD for tile in row[1:6] if isinstance(tile, coverage.ForwardTile)}
+    {(row.widest, tile) for row in coverage.FORWARD for tile in row[1:6] if isinstance(tile, tiles.ForwardTile)}
 )
 
 

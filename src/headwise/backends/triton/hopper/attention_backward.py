@@ -25,7 +25,6 @@ from headwise.backends.triton.hopper.backward_rows import RECORD, find_tiles, fi
 from headwise.backends.triton.hopper.backward_schedule import Variant
 from headwise.backends.triton.hopper.backward_wide_kernel import wide_backward_kernel
 from headwise.backends.triton.hopper.coverage import (
-    BackwardTile,
     as_entries,
     backward_tile,
     covers_backward,
@@ -33,8 +32,9 @@ from headwise.backends.triton.hopper.coverage import (
     strides_fit,
     unexpanded,
 )
-from headwise.backends.triton.hopper.descriptors import BiasBox, Box, PackedBox, StatisticsBox
+from headwise.backends.triton.hopper.descriptors import BiasBox, StatisticsBox, in_pieces
 from headwise.backends.triton.hopper.mask_tiles import NO_STEPS, packed_mask
+from headwise.backends.triton.hopper.tiles import BackwardTile
 from headwise.backends.triton.parameters import inputs_of
 from headwise.backends.triton.partial_sums import sum_partials
 from headwise.backends.triton.scores import band_of, search_block
@@ -57,10 +57,13 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
         read = (call.q, call.k, call.v) if call.bias is None else (call.q, call.k, call.v, call.bias)
         if covers_backward(call) is not None or not all(map(gpu.aligned, read)):
             return None
-        tile = backward_tile(call.q.shape[-1], flags.softcap > 0, call.bias is not None)
+        tile = backward_tile(
+            call.q.shape[-1], flags.softcap > 0, call.bias is not None, masked=call.mask is not None,
+            value_dim=call.v.shape[-1],
+        )  # fmt: skip
     packed = packing is not None
     q, k, v = heads_outside(call)
-    (batch, heads, all_rows, dim), (_, key_heads, all_keys, _) = q.shape, k.shape
+    (batch, heads, all_rows, dim), (_, key_heads, all_keys, _), value_dim = q.shape, k.shape, v.shape[3]
     left, right = band_of(flags, all_rows, all_keys)
     # At the beginning of each sequence: rows that see nothing, and keys that nothing sees. The device knows those of a
     # packed batch.
@@ -97,9 +100,12 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
             find_tiles,
             (tiles + row_blocks,),
             (gpu.contiguous(packing.cu_q), gpu.contiguous(packing.cu_k), tile_records, dk, dv),
-            (tiles, sequences, rows, keys, packing.max_q, packing.max_k, left, right, key_heads * dim),
+            (
+                tiles, sequences, rows, keys, packing.max_q, packing.max_k, left, right, key_heads * dim,
+                key_heads * value_dim,
+            ),
             (left >= 0, right >= 0, tile.rows, tile.keys, search_block(sequences)),
-        )
+        )  # fmt: skip
 
     masked = None
     if call.mask is not None:
@@ -116,18 +122,25 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
     if bias is not None:
         bias_rows = tile.rows if bias.shape[2] > 1 else 1
     align = aligned_elements(out, grad_out, dq)
-    padded_dim = power_of_two(tile.width)
     gpu.launch(
         prepare_rows,
         (row_blocks * heads * batch,),
         (grad_out, grad_lse, out, lse, sink, row_records, stats, sums, turns, sink_partials, row_stats, blind),
         (rows, empty, heads, row_blocks, all_blocks, *out.stride()[:3], *grad_out.stride()[:3]),
-        (dim, tile.width, padded_dim, tile.rows, align),
+        (value_dim, tile.width, power_of_two(tile.e0 + tile.e1), tile.rows, align),
     )
-    box = PackedBox if packed else Box
-    of_rows, of_keys = box(tile.rows, padded_dim), box(tile.keys, padded_dim)
+    wide = tile.width > 128
+    described = []
+    for x, count, widths in (
+        (q[:, :, empty:], tile.rows, (tile.d0, tile.d1)), (k[:, :, hidden:], tile.keys, (tile.d0, tile.d1)),
+        (v[:, :, hidden:], tile.keys, (tile.e0, tile.e1)), (grad_out[:, :, empty:], tile.rows, (tile.e0, tile.e1)),
+        (dk[:, :, hidden:], tile.keys, (tile.d0, tile.d1)), (dv[:, :, hidden:], tile.keys, (tile.e0, tile.e1)),
+    ):  # fmt: skip
+        # The wide kernel has one box for all of a head, the other one a box for each piece of it.
+        described.append(in_pieces(x, count, (power_of_two(sum(widths)), 0) if wide else widths, packed))
+    (*of_inputs, of_dk, of_dv), seconds = zip(*described, strict=True)
     gpu.launch(
-        backward_kernel if tile.width <= 128 else wide_backward_kernel,
+        wide_backward_kernel if wide else backward_kernel,
         (min(tiles * batch * key_heads, gpu.multiprocessors),),
         (
             sums, turns, gpu.counters(1), tile_records, *((None, None) if masked is None else masked[:2]), blind,
@@ -144,14 +157,12 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
         (
             Variant(
                 flags.softcap > 0, left >= 0, right >= 0, packed, heads > key_heads, deterministic, tile.rows, tile.keys,
-                tile.width, tile.stages, tile.kv_stages, masked is not None, bias_rows,
+                tile.width, tile.d0, tile.d1, tile.e0, tile.e1, tile.stages, tile.kv_stages, masked is not None, bias_rows,
             ),
         ),
         descriptors=(
-            (q[:, :, empty:], of_rows), (k[:, :, hidden:], of_keys), (v[:, :, hidden:], of_keys),
-            (grad_out[:, :, empty:], of_rows), (stats, StatisticsBox(tile.rows)),
-            (dk[:, :, hidden:], of_keys), (dv[:, :, hidden:], of_keys),
-            None if bias is None else (bias, BiasBox(bias_rows, tile.keys)),
+            *of_inputs, (stats, StatisticsBox(tile.rows)), of_dk, of_dv,
+            None if bias is None else (bias, BiasBox(bias_rows, tile.keys)), *(() if wide else seconds),
         ),
     )  # fmt: skip
     columns = 32 if tile.width * tile.rows == 64 * 64 else 64  # of a piece of dQ as the kernel adds it

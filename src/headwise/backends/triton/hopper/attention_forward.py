@@ -9,7 +9,6 @@ from torch import Tensor
 
 from headwise import layout
 from headwise.backends.triton.hopper.coverage import (
-    ForwardTile,
     as_entries,
     biased_tile,
     covers_forward,
@@ -19,10 +18,11 @@ from headwise.backends.triton.hopper.coverage import (
     tiles_in_all,
     unexpanded,
 )
-from headwise.backends.triton.hopper.descriptors import BiasBox, Box, PackedBox
+from headwise.backends.triton.hopper.descriptors import BiasBox, in_pieces
 from headwise.backends.triton.hopper.forward_kernel import forward_kernel
 from headwise.backends.triton.hopper.forward_schedule import Variant
 from headwise.backends.triton.hopper.mask_tiles import NO_STEPS, packed_mask
+from headwise.backends.triton.hopper.tiles import ForwardTile
 from headwise.backends.triton.scores import band_of
 
 if TYPE_CHECKING:
@@ -48,15 +48,16 @@ def forward(gpu: Gpu, args: Attention, tile: ForwardTile | None = None) -> tuple
             return None
         tile = _chosen_tile(gpu, args)
     q, k, v = heads_outside(args)
-    (batch, heads, q_length, head_dim), (_, key_heads, k_length, _) = q.shape, k.shape
+    (batch, heads, q_length, _), (_, key_heads, k_length, _), value_dim = q.shape, k.shape, v.shape[3]
     packing, flags = args.packing, args.flags
+    is_packed = packing is not None
     if packing is None:
-        out = described_out = gpu.empty(q.shape, q.dtype, layout.strides_like_heads(q, head_dim))
+        out = described_out = gpu.empty((*q.shape[:3], value_dim), q.dtype, layout.strides_like_heads(q, value_dim))
         lse = gpu.empty((batch, heads, q_length), torch.float32)
         cu_q = cu_k = None
         packed = (0, 0, 0)
     else:
-        out = gpu.empty(args.q.shape, q.dtype)
+        out = gpu.empty((q_length, heads, value_dim), q.dtype)
         described_out = as_entries(out, True)
         lse = gpu.empty((heads, q_length), torch.float32)
         cu_q, cu_k = gpu.contiguous(packing.cu_q), gpu.contiguous(packing.cu_k)
@@ -81,10 +82,6 @@ def forward(gpu: Gpu, args: Attention, tile: ForwardTile | None = None) -> tuple
     bias, bias_rows = unexpanded(args.bias), 0
     if bias is not None:
         bias_rows = _ROWS * tile.consumers if bias.shape[2] > 1 else 1
-    box = Box if packing is None else PackedBox
-    rows, keys = box(_ROWS, tile.d0), box(tile.keys, tile.d0)
-    more_rows, more_keys = box(_ROWS, tile.d1), box(tile.keys, tile.d1)
-    two = tile.d1 > 0  # pieces of the head dim
     gpu.launch(
         forward_kernel,
         (min(gpu.multiprocessors, works),),
@@ -98,16 +95,16 @@ def forward(gpu: Gpu, args: Attention, tile: ForwardTile | None = None) -> tuple
         ),
         (
             Variant(
-                has_left=left >= 0, has_right=right >= 0, has_cap=flags.softcap > 0, packed=packing is not None,
-                cut=packing is not None or kv_lengths is not None or unseen, tile=tile,
+                has_left=left >= 0, has_right=right >= 0, has_cap=flags.softcap > 0, packed=is_packed,
+                cut=is_packed or kv_lengths is not None or unseen, tile=tile,
                 masked=masked is not None, mask_is_endless=masked is not None and masked.one_across,
                 bias_rows=bias_rows,
             ),
         ),
         descriptors=(
-            (q, rows), (q, more_rows) if two else None, (k, keys), (k, more_keys) if two else None,
-            (v, keys), (v, more_keys) if two else None, (described_out, rows),
-            (described_out, more_rows) if two and not tile.one_o else None,
+            *in_pieces(q, _ROWS, (tile.d0, tile.d1), is_packed), *in_pieces(k, tile.keys, (tile.d0, tile.d1), is_packed),
+            *in_pieces(v, tile.keys, (tile.e0, tile.e1), is_packed),
+            *in_pieces(described_out, _ROWS, (tile.e0, 0 if tile.one_o else tile.e1), is_packed),
             None if bias is None else (bias, BiasBox(bias_rows, tile.keys)),
         ),
     )  # fmt: skip
@@ -115,7 +112,7 @@ def forward(gpu: Gpu, args: Attention, tile: ForwardTile | None = None) -> tuple
 
 
 def _chosen_tile(gpu: Gpu, args: Attention) -> ForwardTile:
-    q, _, _ = heads_outside(args)
+    q, _, v = heads_outside(args)
     banded = args.flags.left >= 0 or args.flags.right >= 0
     length = q.shape[2]
     if args.bias is not None:
@@ -126,7 +123,7 @@ def _chosen_tile(gpu: Gpu, args: Attention) -> ForwardTile:
         sequences = args.packing.cu_q.shape[0] - 1
         length = min(args.packing.max_q, -(-length // max(sequences, 1)))
     return forward_tile(
-        q.shape[3], length, args.packing is not None, banded, tiles_in_all(q), gpu.multiprocessors
+        q.shape[3], length, args.packing is not None, banded, tiles_in_all(q), gpu.multiprocessors, v.shape[3]
     )  # fmt: skip
 
 

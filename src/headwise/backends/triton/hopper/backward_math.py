@@ -45,10 +45,16 @@ def score_gradients(p, dp, delta, lse, call, X: gl.constexpr):
 
 
 @gluon.jit
-def add_to_sums(dq, sums_at, first, X: gl.constexpr):
-    """Add a piece of a block of dQ to the sums at ``sums_at``; with turns, the first one of all just stores."""
+def add_to_sums(dq, sums_at, first, COLUMNS: gl.constexpr, X: gl.constexpr):
+    """Add a piece of a block of dQ to the sums at ``sums_at``; with turns, the first one of all just stores.
+
+    There is room for COLUMNS columns, of which dQ may have only the first.
+    """
     flat = in_fragment_order(dq)
     index = gl.arange(0, flat.shape[0], flat.type.layout)
+    if dq.shape[1] < COLUMNS:
+        # Sixteen rows are together, and behind them the columns that are left out.
+        index += index // (16 * dq.shape[1]) * (16 * (COLUMNS - dq.shape[1]))
     if X.deterministic:
         if first:
             gl.store(sums_at + index, flat)

@@ -183,19 +183,19 @@ def finish_dq(
 @triton.jit(do_not_specialize=["tiles", "sequences", "q_total", "k_total", "longest_q", "longest_k", "left", "right"])
 def find_tiles(
     cu_q, cu_k, records, dk, dv,
-    tiles, sequences, q_total, k_total, longest_q, longest_k, left, right, token,
+    tiles, sequences, q_total, k_total, longest_q, longest_k, left, right, k_token, v_token,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """Where the ``tiles`` tiles of keys of a packed batch lie, and after them its blocks of rows: a record each.
 
-    Keys that nothing sees get their zeros here; ``token`` is the stride of dk and dv.
+    Keys that nothing sees get their zeros here; ``k_token`` and ``v_token`` are the strides of dk and dv.
     """
     program = tl.program_id(0)
     record = records + program * RECORD
     if program < tiles:
         _find_tile(
-            program, cu_q, cu_k, record, dk, dv, sequences, q_total, k_total, longest_q, longest_k, left, right, token,
-            HAS_LEFT, HAS_RIGHT, ROWS, KEYS, SEARCH,
+            program, cu_q, cu_k, record, dk, dv, sequences, q_total, k_total, longest_q, longest_k, left, right, k_token,
+            v_token, HAS_LEFT, HAS_RIGHT, ROWS, KEYS, SEARCH,
         )  # fmt: skip
     else:
         first, rows, _, keys, number, bad = packed_tile(
@@ -213,7 +213,7 @@ def find_tiles(
 
 @triton.jit
 def _find_tile(
-    entry, cu_q, cu_k, record, dk, dv, sequences, q_total, k_total, longest_q, longest_k, left, right, token,
+    entry, cu_q, cu_k, record, dk, dv, sequences, q_total, k_total, longest_q, longest_k, left, right, k_token, v_token,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """Without the rows that see nothing and the keys that nothing sees:
@@ -243,8 +243,8 @@ def _find_tile(
             hidden = tl.where(rows > 0, tl.maximum(keys - rows - left, 0), 0)
             low = tl.minimum(number * KEYS, hidden)
             high = tl.minimum(number * KEYS + KEYS, hidden)
-            _clear(dk, (k_start + low) * token, (k_start + high) * token)
-            _clear(dv, (k_start + low) * token, (k_start + high) * token)
+            _clear(dk, (k_start + low) * k_token, (k_start + high) * k_token)
+            _clear(dv, (k_start + low) * v_token, (k_start + high) * v_token)
             k_start += hidden
             keys -= hidden
     tl.store(record, q_start.to(tl.int32))

@@ -47,7 +47,11 @@ class Variant(NamedTuple):
     deterministic: bool
     rows: int  # of queries per step
     keys: int  # per tile
-    dim: int  # of heads, filled up
+    dim: int  # columns of a block of sums of dQ
+    d0: int  # the pieces of queries and keys that products are done in
+    d1: int
+    e0: int  # those of values and grad_out
+    e1: int
     stages: int  # steps that are loaded ahead
     kv_stages: int  # tiles whose keys and values there is room for
     masked: bool = False  # a packed mask, with lists of the blocks that tiles visit
@@ -128,6 +132,11 @@ class Inputs(NamedTuple):
     do: Any
     stats: Any
     bias: Any
+    # Second pieces of q, k, v and grad_out, where they have shared memory of their own; else None.
+    q1: Any = None
+    k1: Any = None
+    v1: Any = None
+    do1: Any = None
 
 
 class Buffers(NamedTuple):
@@ -147,6 +156,10 @@ class Buffers(NamedTuple):
     do_empty: Any
     cut: Any  # what has arrived is to be zeroed in part; None without a mask or a bias
     bias: Any  # queries down; arrives with q, and its place is free when that of q is
+    q1: Any = None  # as in `Inputs`; they arrive with the first pieces
+    k1: Any = None
+    v1: Any = None
+    do1: Any = None
 
 
 @gluon.jit
@@ -189,6 +202,17 @@ class Turns(NamedTuple):
 
 
 @gluon.jit
+def new_second_tiles(inputs, X: gl.constexpr):
+    """Shared memory for the second pieces of q, k, v and grad_out, the last members of `Buffers`."""
+    DTYPE: gl.constexpr = inputs.q.dtype
+    q = gl.allocate_shared_memory(DTYPE, [X.stages] + inputs.q1.block_shape, inputs.q1.layout)
+    k = gl.allocate_shared_memory(DTYPE, [X.kv_stages] + inputs.k1.block_shape, inputs.k1.layout)
+    v = gl.allocate_shared_memory(DTYPE, [X.kv_stages] + inputs.v1.block_shape, inputs.v1.layout)
+    do = gl.allocate_shared_memory(DTYPE, [X.stages] + inputs.do1.block_shape, inputs.do1.layout)
+    return q, k, v, do
+
+
+@gluon.jit
 def block_at(i, begin, end, X: gl.constexpr):
     """The i-th block of queries that a tile visits of those from ``begin`` to ``end``."""
     if X.upwards:
@@ -219,7 +243,9 @@ def produce(inputs, buffers, mailbox, call, X: gl.constexpr):
     they are all being worked on, or are next in a program whose tile has a lower ticket.
     """
     BM: gl.constexpr = X.rows
-    BYTES: gl.constexpr = BM * inputs.q.block_shape[-1] * 2 + BM * 4
+    SECOND: gl.constexpr = inputs.q1 is not None
+    Q_BYTES: gl.constexpr = BM * (inputs.q.block_shape[-1] + (X.d1 if SECOND else 0)) * 2 + BM * 4
+    DO_BYTES: gl.constexpr = BM * (inputs.do.block_shape[-1] + (X.e1 if SECOND else 0)) * 2 + BM * 4
     BIAS_BITS: gl.constexpr = 0 if X.bias_rows == 0 else inputs.bias.dtype.primitive_bitwidth
     BIAS_BYTES: gl.constexpr = X.bias_rows * X.keys * BIAS_BITS // 8
     step = 0
@@ -253,25 +279,29 @@ def produce(inputs, buffers, mailbox, call, X: gl.constexpr):
                         if blind:
                             arrived = buffers.cut.index(0)
                             wait_empty(buffers.q_empty, step, X.stages)
-                            mbarrier.expect(arrived, 2 * BYTES + BIAS_BYTES)
+                            mbarrier.expect(arrived, Q_BYTES + DO_BYTES + BIAS_BYTES)
                         else:
-                            mbarrier.expect(arrived, BYTES)
+                            mbarrier.expect(arrived, DO_BYTES)
                     else:
-                        mbarrier.expect(arrived, BYTES)
-                    _load_queries(inputs.do, tile, q_head, block, arrived, buffers.do.index(stage), X)
+                        mbarrier.expect(arrived, DO_BYTES)
+                    _load_queries(inputs.do, tile, q_head, block, 0, arrived, buffers.do.index(stage), X)
+                    if SECOND:
+                        _load_queries(inputs.do1, tile, q_head, block, X.e0, arrived, buffers.do1.index(stage), X)
                     load_tile(inputs.stats, [stats_row + 1, 0], arrived, buffers.delta.index(stage))
                     if X.masked or X.bias_rows > 0:
                         if not blind:
                             wait_empty(buffers.q_empty, step, X.stages)
                             arrived = buffers.q_full.index(stage)
-                            mbarrier.expect(arrived, BYTES + BIAS_BYTES)
+                            mbarrier.expect(arrived, Q_BYTES + BIAS_BYTES)
                     else:
                         wait_empty(buffers.q_empty, step, X.stages)
                         arrived = buffers.q_full.index(stage)
-                        mbarrier.expect(arrived, BYTES + BIAS_BYTES)
+                        mbarrier.expect(arrived, Q_BYTES + BIAS_BYTES)
                     if X.bias_rows > 0:
                         _load_bias(inputs.bias, call, tile, q_head, block, arrived, buffers.bias.index(stage), X)
-                    _load_queries(inputs.q, tile, q_head, block, arrived, buffers.q.index(stage), X)
+                    _load_queries(inputs.q, tile, q_head, block, 0, arrived, buffers.q.index(stage), X)
+                    if SECOND:
+                        _load_queries(inputs.q1, tile, q_head, block, X.d0, arrived, buffers.q1.index(stage), X)
                     load_tile(inputs.stats, [stats_row, 0], arrived, buffers.lse.index(stage))
                     if X.masked or X.bias_rows > 0:
                         if blind:  # what they hold must not meet the products: zero times NaN is NaN
@@ -279,7 +309,7 @@ def produce(inputs, buffers, mailbox, call, X: gl.constexpr):
                             cuts += 1
                             lse = call.stats + stats_row.to(gl.int64) * BM
                             blank_blind(buffers.q, stage, lse, BM, inputs.q.block_shape[-1])
-                            blank_blind(buffers.do, stage, lse, BM, inputs.q.block_shape[-1])
+                            blank_blind(buffers.do, stage, lse, BM, inputs.do.block_shape[-1])
                             fence_async_shared()
                             thread_barrier()
                             mbarrier.arrive(buffers.do_full.index(stage))
@@ -300,8 +330,8 @@ def produce(inputs, buffers, mailbox, call, X: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(desc, tile, head, block, arrived, buffer, X: gl.constexpr):
-    load_rows(desc, tile.batch, head, tile.first_row, tile.rows, block * X.rows, 0, arrived, buffer, X.packed)
+def _load_queries(desc, tile, head, block, column, arrived, buffer, X: gl.constexpr):
+    load_rows(desc, tile.batch, head, tile.first_row, tile.rows, block * X.rows, column, arrived, buffer, X.packed)
 
 
 @gluon.jit
@@ -321,7 +351,6 @@ def _load_keys(inputs, buffers, tile, count, cuts, call, X: gl.constexpr):
     """
     at = count % X.kv_stages
     arrived = buffers.kv_full.index(at)
-    k, v = buffers.k.index(at), buffers.v.index(at)
     wait_empty(buffers.kv_empty, count, X.kv_stages)
     if X.masked:
         members, step = 1, 0
@@ -332,27 +361,32 @@ def _load_keys(inputs, buffers, tile, count, cuts, call, X: gl.constexpr):
         seen, half = seen_words(call.mask, lists, tile.number, X.keys)
         if some_unseen(seen, half, members, step, X.keys):
             cut = buffers.cut.index(0)
-            _copy_keys(inputs, tile, cut, k, v, X)
+            _copy_keys(inputs, buffers, at, tile, cut, X)
             mbarrier.wait(cut, cuts & 1)
             cuts += 1
             blank_unseen(buffers.k, at, seen, half, members, step, X.keys, inputs.k.block_shape[-1])
-            blank_unseen(buffers.v, at, seen, half, members, step, X.keys, inputs.k.block_shape[-1])
+            blank_unseen(buffers.v, at, seen, half, members, step, X.keys, inputs.v.block_shape[-1])
             fence_async_shared()
             thread_barrier()
             mbarrier.arrive(arrived)
         else:
-            _copy_keys(inputs, tile, arrived, k, v, X)
+            _copy_keys(inputs, buffers, at, tile, arrived, X)
     else:
-        _copy_keys(inputs, tile, arrived, k, v, X)
+        _copy_keys(inputs, buffers, at, tile, arrived, X)
     return cuts
 
 
 @gluon.jit
-def _copy_keys(inputs, tile, arrived, k, v, X: gl.constexpr):
+def _copy_keys(inputs, buffers, at, tile, arrived, X: gl.constexpr):
     row, first, keys = tile.number * X.keys, tile.first_key, tile.keys
-    mbarrier.expect(arrived, 2 * X.keys * inputs.k.block_shape[-1] * 2)
-    load_rows(inputs.k, tile.batch, tile.head, first, keys, row, 0, arrived, k, X.packed)
-    load_rows(inputs.v, tile.batch, tile.head, first, keys, row, 0, arrived, v, X.packed)
+    SECOND: gl.constexpr = inputs.k1 is not None
+    WIDTH: gl.constexpr = inputs.k.block_shape[-1] + inputs.v.block_shape[-1] + (X.d1 + X.e1 if SECOND else 0)
+    mbarrier.expect(arrived, X.keys * WIDTH * 2)
+    load_rows(inputs.k, tile.batch, tile.head, first, keys, row, 0, arrived, buffers.k.index(at), X.packed)
+    load_rows(inputs.v, tile.batch, tile.head, first, keys, row, 0, arrived, buffers.v.index(at), X.packed)
+    if SECOND:
+        load_rows(inputs.k1, tile.batch, tile.head, first, keys, row, X.d0, arrived, buffers.k1.index(at), X.packed)
+        load_rows(inputs.v1, tile.batch, tile.head, first, keys, row, X.e0, arrived, buffers.v1.index(at), X.packed)
 
 
 @gluon.jit

@@ -11,8 +11,9 @@ No product is done twice, and P and dS feed dV and dK from the registers they we
 product of its own beside it: the other two are there for that. There is room for one tile of keys and values only, whose
 gradients leave from the same place; grad_out and q of the next tile arrive meanwhile.
 
-A head dim is 128 and D1 more: dK, dV and the inner products are done in two pieces, so that 192 costs three quarters of 256.
-In shared memory both are 256 wide, with zeros past the end.
+A head dim is 128 and ``d1`` more: dK and the inner products are done in two pieces, so that 192 costs three quarters of 256.
+In shared memory they are 256 wide, with zeros past the end. Values are 128 and ``e1`` more, which may be nothing: beside
+heads of 192 there are values of 128.
 """
 
 # ruff: noqa: SIM102  (constants have an `if` of their own)
@@ -85,37 +86,45 @@ class Handoff(NamedTuple):
 
 @gluon.jit
 def _at(buffer, at):
-    return buffer.index(at).reshape([64, _WIDTH])
+    """A tile of shared memory: q and K as wide as can be, grad_out and V half of it, if that is enough."""
+    return buffer.index(at).reshape([64, buffer.shape[-1]])
 
 
 @gluon.jit
 def _scores(keys, rows, D1: gl.constexpr):
-    """Issue keys · rows': two products, both pending."""
+    """Issue keys · rows': one or two products, all pending."""
     none = gl.zeros([64, 64], gl.float32, _SCORES)
     s = warpgroup_mma(
         keys.slice(0, _D0, dim=1), rows.slice(0, _D0, dim=1).permute((1, 0)), none, use_acc=False, is_async=True
     )
-    return warpgroup_mma(keys.slice(_D0, D1, dim=1), rows.slice(_D0, D1, dim=1).permute((1, 0)), s, is_async=True)
+    if D1 > 0:
+        s = warpgroup_mma(keys.slice(_D0, D1, dim=1), rows.slice(_D0, D1, dim=1).permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
 def _no_gradients(D1: gl.constexpr):
-    """dK or dV of a tile before its first step, in two pieces."""
-    layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D1, 16])
-    return gl.zeros([64, _D0], gl.float32, _LAYOUT0), gl.zeros([64, D1], gl.float32, layout1)
+    """dK or dV of a tile before its first step, in two pieces; without a second one (D1 = 0), a zero stands there."""
+    if D1 > 0:
+        layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D1, 16])
+        return gl.zeros([64, _D0], gl.float32, _LAYOUT0), gl.zeros([64, D1], gl.float32, layout1)
+    else:
+        return gl.zeros([64, _D0], gl.float32, _LAYOUT0), 0
 
 
 @gluon.jit
-def _store_gradients(desc, acc0, acc1, buffer, kv_empty, tile, X: gl.constexpr):
+def _store_gradients(desc, acc0, acc1, buffer, kv_empty, tile, D1: gl.constexpr, X: gl.constexpr):
     """dK or dV, from where the keys or values were; then there is room for the next tile."""
     if X.packed:
         acc0 += tile.poison.to(gl.float32, bitcast=True)
-        acc1 += tile.poison.to(gl.float32, bitcast=True)
+        if D1 > 0:
+            acc1 += tile.poison.to(gl.float32, bitcast=True)
     # The place of V is free when `derive` is here, that of K when `spread` is.
     wait_for_consumers(384)
     place = _at(buffer, 0)
     place.slice(0, _D0, dim=1).store(acc0.to(buffer.dtype))
-    place.slice(_D0, X.dim - _D0, dim=1).store(acc1.to(buffer.dtype))
+    if D1 > 0:
+        place.slice(_D0, D1, dim=1).store(acc1.to(buffer.dtype))
     fence_async_shared()
     thread_barrier()
     store_rows(
@@ -137,7 +146,7 @@ def _steps_of(tile, call, X: gl.constexpr):
 @gluon.jit
 def _weigh_step(products, dv0, dv1, step, block, partly, words, more, buffers, handoff, tile, call, X: gl.constexpr):
     """A step of `weigh`. ``partly``: some queries of the block do not see some of the keys; ``words``: of a mask."""
-    D1: gl.constexpr = X.dim - _D0
+    SCORE_PRODUCTS: gl.constexpr = 2 if X.d1 > 0 else 1
     stage = step % X.stages
     p = weights_of(products, buffers.lse.index(stage).load(_SCORES), call, X)
     if partly:
@@ -152,11 +161,15 @@ def _weigh_step(products, dv0, dv1, step, block, partly, words, more, buffers, h
     wait_full(buffers.do_full, step, X.stages)
     do = _at(buffers.do, stage)
     dv0_started = warpgroup_mma(p_16, do.slice(0, _D0, dim=1), dv0, is_async=True)
-    dv1_started = warpgroup_mma(p_16, do.slice(_D0, D1, dim=1), dv1, is_async=True)
+    if X.e1 > 0:
+        dv1_started = warpgroup_mma(p_16, do.slice(_D0, X.e1, dim=1), dv1, is_async=True)
     # After the last step these products are of no use.
     wait_full(buffers.q_full, step + 1, X.stages, more)
-    started = _scores(_at(buffers.k, opaque_zero()), _at(buffers.q, (step + 1) % X.stages), D1)
-    dv0, dv1, p_16 = warpgroup_mma_wait(2, [dv0_started, dv1_started, p_16])
+    started = _scores(_at(buffers.k, opaque_zero()), _at(buffers.q, (step + 1) % X.stages), X.d1)
+    if X.e1 > 0:
+        dv0, dv1, p_16 = warpgroup_mma_wait(SCORE_PRODUCTS, [dv0_started, dv1_started, p_16])
+    else:
+        dv0, p_16 = warpgroup_mma_wait(SCORE_PRODUCTS, [dv0_started, p_16])
     mbarrier.arrive(buffers.do_empty.index(stage))
     products = warpgroup_mma_wait(0, [started])
     return products, dv0, dv1
@@ -185,18 +198,17 @@ def _weigh_list(products, dv0, dv1, step, past, member, buffers, handoff, tile, 
 
 @gluon.jit
 def _weigh(dv_desc, buffers, handoff, mailbox, call, X: gl.constexpr):
-    D1: gl.constexpr = X.dim - _D0
     step = 0
     count = 0
     tile = next_tile(mailbox, count)
     while tile.number >= 0:
-        dv0, dv1 = _no_gradients(D1)
+        dv0, dv1 = _no_gradients(X.e1)
         wait_full(buffers.kv_full, count, 1)
         steps = _steps_of(tile, call, X)
         if steps > 0:
             stage = step % X.stages
             wait_full(buffers.q_full, step, X.stages)
-            products = warpgroup_mma_wait(0, [_scores(_at(buffers.k, opaque_zero()), _at(buffers.q, stage), D1)])
+            products = warpgroup_mma_wait(0, [_scores(_at(buffers.k, opaque_zero()), _at(buffers.q, stage), X.d1)])
             if X.masked:
                 past = step + steps
                 for member in range(0, call.group):
@@ -215,25 +227,25 @@ def _weigh(dv_desc, buffers, handoff, mailbox, call, X: gl.constexpr):
                         if (block < tile.begin) | (block >= tile.end):
                             block = block_at(0, tile.begin, tile.end, X)
                     step += 1
-        _store_gradients(dv_desc, dv0, dv1, buffers.v, buffers.kv_empty, tile, X)
+        _store_gradients(dv_desc, dv0, dv1, buffers.v, buffers.kv_empty, tile, X.e1, X)
         count += 1
         tile = next_tile(mailbox, count)
 
 
 @gluon.jit
 def _derive(dk_desc, buffers, handoff, mailbox, call, X: gl.constexpr):
-    D1: gl.constexpr = X.dim - _D0
+    PRODUCTS: gl.constexpr = 2 if X.e1 > 0 else 1  # that dP takes
     step = 0
     count = 0
     tile = next_tile(mailbox, count)
     while tile.number >= 0:
-        dk0, dk1 = _no_gradients(D1)
+        dk0, dk1 = _no_gradients(X.d1)
         wait_full(buffers.kv_full, count, 1)
         steps = _steps_of(tile, call, X)
         if steps > 0:
             stage = step % X.stages
             wait_full(buffers.do_full, step, X.stages)
-            dp = warpgroup_mma_wait(0, [_scores(_at(buffers.v, opaque_zero()), _at(buffers.do, stage), D1)])
+            dp = warpgroup_mma_wait(0, [_scores(_at(buffers.v, opaque_zero()), _at(buffers.do, stage), X.e1)])
             for i in range(0, steps):
                 stage = step % X.stages
                 wait_full(handoff.p_full, step, 1)
@@ -250,15 +262,17 @@ def _derive(dk_desc, buffers, handoff, mailbox, call, X: gl.constexpr):
                 wait_full(buffers.q_full, step, X.stages)
                 q = _at(buffers.q, stage)
                 dk0_started = warpgroup_mma(ds_operand, q.slice(0, _D0, dim=1), dk0, is_async=True)
-                dk1_started = warpgroup_mma(ds_operand, q.slice(_D0, D1, dim=1), dk1, is_async=True)
+                dk1_started = warpgroup_mma(ds_operand, q.slice(_D0, X.d1, dim=1), dk1, is_async=True)
                 # After the last step these products are of no use.
                 wait_full(buffers.do_full, step + 1, X.stages, i + 1 < steps)
-                started = _scores(_at(buffers.v, opaque_zero()), _at(buffers.do, (step + 1) % X.stages), D1)
-                dk0, dk1, ds_operand = warpgroup_mma_wait(2, [dk0_started, dk1_started, ds_operand])
+                started = _scores(_at(buffers.v, opaque_zero()), _at(buffers.do, (step + 1) % X.stages), X.e1)
+                dk0, dk1, ds_operand = warpgroup_mma_wait(PRODUCTS, [dk0_started, dk1_started, ds_operand])
                 mbarrier.arrive(buffers.q_empty.index(stage))
                 dp = warpgroup_mma_wait(0, [started])
                 step += 1
-        _store_gradients(dk_desc, dk0 * call.scale, dk1 * call.scale, buffers.k, buffers.kv_empty, tile, X)
+        _store_gradients(
+            dk_desc, dk0 * call.scale, dk1 * call.scale, buffers.k, buffers.kv_empty, tile, X.d1, X
+        )  # fmt: skip
         count += 1
         tile = next_tile(mailbox, count)
 
@@ -296,7 +310,7 @@ def _spread(buffers, handoff, mailbox, may_add, call, X: gl.constexpr):
                     dq = warpgroup_mma_wait(0, [started])
                     if X.deterministic:
                         wait_full(may_add, step, X.stages)
-                    add_to_sums(dq, sums_at + piece * (64 * _SUMS), first, X)
+                    add_to_sums(dq, sums_at + piece * (64 * _SUMS), first, _SUMS, X)
                 mbarrier.arrive(handoff.ds_empty.index(stage))
                 step += 1
         wait_for_consumers(384)
@@ -322,6 +336,7 @@ def wide_backward_kernel(
     X: gl.constexpr = constants(VARIANT)
     gl.static_assert(X.kv_stages == 1)
     gl.static_assert(X.bias_rows == 0)  # there is no room for a bias
+    gl.static_assert(X.d0 == 128 and X.d1 > 0 and X.e0 == 128)
     inputs = Inputs(q_desc, k_desc, v_desc, do_desc, stats_desc, None)
     mask = None
     if X.masked:

@@ -5,12 +5,15 @@ Nothing heavy is imported here: `headwise explain` asks the same questions witho
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from headwise import layout
+from headwise.backends.triton.hopper import new_tiles
+from headwise.backends.triton.hopper.tiles import BackwardTile, ForwardRow, ForwardTile
 
 if TYPE_CHECKING:
     from headwise.ops.attention._arguments import Attention
@@ -19,39 +22,6 @@ _DTYPES = (torch.bfloat16, torch.float16)
 # tanh(x) is 1 − 2/(1 + e²ˣ) here: above the second cap a logit is off by too much, and below the first the slope of the
 # tanh drowns in rounding (backward).
 _LEAST_CAP, _WIDEST_CAP = 0.01, 256
-
-
-class ForwardTile(NamedTuple):
-    """What a program of the forward kernel works on at once. A head dim is cut into one or two powers of two."""
-
-    consumers: int  # warpgroups that compute, of 64 queries each
-    keys: int
-    d0: int
-    d1: int
-    k_stages: int  # blocks of keys, and of values, that shared memory holds
-    v_stages: int
-    q_stages: int  # tiles of queries that it holds for each consumer
-    one_o: bool = False  # the two pieces of the output leave through one buffer, one after the other
-    # What of the next tile is under way before this one is stored: 0: nothing; 1: its first products; 2: these, and under a
-    # causal mask they do not wait for the last products of this one. (Without a mask they never do, with a window always.)
-    ahead: int = 1
-    keys_first: bool = False  # a block of keys is loaded before the values of the block above it, as they are needed
-    b_stages: int = 0  # blocks of a bias that shared memory holds
-
-
-class ForwardRow(NamedTuple):
-    """A row of the table of measurements: the tiles for head dims up to ``widest``."""
-
-    widest: int
-    tile: ForwardTile
-    short: ForwardTile  # for sequences of up to SHORT queries
-    short_banded: ForwardTile  # under a causal mask or a window, for sequences of up to ``banded_up_to`` queries
-    few: ForwardTile  # for longer sequences where there are few tiles: less than FEW for every multiprocessor
-    # For sequences of up to SHORT queries, of up to MEDIUM under a causal mask or a window, if its queries are filled by
-    # nearly whole sequences and there are MANY tiles for every multiprocessor. For packed batches, of which the kernel alone
-    # knows the lengths, under a band, from where ``short_banded`` ends.
-    wide: ForwardTile | None = None
-    banded_up_to: int = 512
 
 
 SHORT, MEDIUM = 512, 2048
@@ -67,15 +37,15 @@ LONGEST_MASK = 2**21 - 64  # blocks of 64, whose numbers have 15 bits in the bac
 # A head dim works in the first row that holds it: elements past it are read as zeros and not written. 96 and 192 are two
 # pieces (64 + 32, 128 + 64): a quarter less arithmetic than padding to 128 and 256. Measured on an H200 with 16384 tokens
 # and 2048 = heads · head dim; docs/hopper-attention.md has the figures.
-_64_THREE = ForwardTile(3, 128, 64, 0, 4, 4, 2, ahead=2)
-_64_TWO = ForwardTile(2, 128, 64, 0, 4, 4, 2, ahead=2)
-_64_SHORT = ForwardTile(2, 64, 64, 0, 8, 8, 2, ahead=2)
-_64_FOUR = ForwardTile(4, 64, 64, 0, 6, 6, 2, ahead=2)
-_96 = ForwardTile(2, 128, 64, 32, 2, 3, 2)
-_128 = ForwardTile(2, 128, 128, 0, 2, 2, 2, ahead=2)
-_128_SHORT = ForwardTile(2, 64, 128, 0, 4, 4, 2, ahead=2)
-_192 = ForwardTile(2, 64, 128, 64, 2, 2, 1)
-_256 = ForwardTile(2, 64, 128, 128, 2, 2, 1, one_o=True)
+_64_THREE = ForwardTile(3, 128, 64, 0, 64, 0, 4, 4, 2, ahead=2)
+_64_TWO = ForwardTile(2, 128, 64, 0, 64, 0, 4, 4, 2, ahead=2)
+_64_SHORT = ForwardTile(2, 64, 64, 0, 64, 0, 8, 8, 2, ahead=2)
+_64_FOUR = ForwardTile(4, 64, 64, 0, 64, 0, 6, 6, 2, ahead=2)
+_96 = ForwardTile(2, 128, 64, 32, 64, 32, 2, 3, 2)
+_128 = ForwardTile(2, 128, 128, 0, 128, 0, 2, 2, 2, ahead=2)
+_128_SHORT = ForwardTile(2, 64, 128, 0, 128, 0, 4, 4, 2, ahead=2)
+_192 = ForwardTile(2, 64, 128, 64, 128, 64, 2, 2, 1)
+_256 = ForwardTile(2, 64, 128, 128, 128, 128, 2, 2, 1, one_o=True)
 FORWARD: tuple[ForwardRow, ...] = (
     ForwardRow(64, _64_THREE, _64_TWO, _64_SHORT, _64_TWO, _64_FOUR),
     ForwardRow(96, _96, _96, _96, _96),
@@ -92,12 +62,12 @@ def masked_tile(head_dim: int) -> ForwardTile:
 
 # With a bias, whose blocks lie in shared memory as well: for head dims up to so many, and elements of so many bytes.
 _BIASED: dict[tuple[int, int], ForwardTile] = {
-    (64, 2): ForwardTile(2, 128, 64, 0, 3, 3, 2, ahead=2, b_stages=2),
-    (64, 4): ForwardTile(2, 64, 64, 0, 4, 4, 2, ahead=2, b_stages=2),
-    (96, 2): ForwardTile(2, 64, 64, 32, 3, 3, 2, b_stages=2),
-    (96, 4): ForwardTile(2, 64, 64, 32, 2, 2, 2, b_stages=2),
-    (128, 2): ForwardTile(2, 64, 128, 0, 3, 3, 2, ahead=2, b_stages=2),
-    (128, 4): ForwardTile(2, 64, 128, 0, 2, 2, 2, ahead=2, b_stages=2),
+    (64, 2): ForwardTile(2, 128, 64, 0, 64, 0, 3, 3, 2, ahead=2, b_stages=2),
+    (64, 4): ForwardTile(2, 64, 64, 0, 64, 0, 4, 4, 2, ahead=2, b_stages=2),
+    (96, 2): ForwardTile(2, 64, 64, 32, 64, 32, 3, 3, 2, b_stages=2),
+    (96, 4): ForwardTile(2, 64, 64, 32, 64, 32, 2, 2, 2, b_stages=2),
+    (128, 2): ForwardTile(2, 64, 128, 0, 128, 0, 3, 3, 2, ahead=2, b_stages=2),
+    (128, 4): ForwardTile(2, 64, 128, 0, 128, 0, 2, 2, 2, ahead=2, b_stages=2),
 }
 
 
@@ -125,31 +95,24 @@ def _bias_not_covered(args: Attention) -> str | None:
     return None
 
 
-class BackwardTile(NamedTuple):
-    """How the backward kernel cuts its work for heads up to a width, and when it is worth it."""
-
-    keys: int  # per tile
-    rows: int  # of queries per step
-    width: int  # of heads, filled up
-    stages: int  # steps that are loaded ahead
-    kv_stages: int  # tiles whose keys and values shared memory holds
-    least_tiles: int  # over all heads of a call: smaller calls were not measured to gain
-    unordered_from: int  # keys, from which on sums of dQ in any order (where that is allowed) are faster than turns
-    banded_unordered_from: int  # the same under a causal mask or a window
-
-
 # Heads work in the first one that is wide enough. Measured on an H200: docs/hopper-attention-backward.md.
 BACKWARD: tuple[BackwardTile, ...] = (
-    BackwardTile(128, 128, 64, 2, 2, 16, 2048, 2048),
-    BackwardTile(128, 64, 128, 2, 2, 16, 2048, 512),
-    BackwardTile(64, 64, 192, 2, 1, 128, 2048, 512),
-    BackwardTile(64, 64, 256, 2, 1, 128, 2048, 512),
+    BackwardTile(128, 128, 64, 64, 0, 64, 0, 2, 2, 16, 2048, 2048),
+    BackwardTile(128, 64, 128, 128, 0, 128, 0, 2, 2, 16, 2048, 512),
+    BackwardTile(64, 64, 192, 128, 64, 128, 64, 2, 1, 128, 2048, 512),
+    BackwardTile(64, 64, 256, 128, 128, 128, 128, 2, 1, 128, 2048, 512),
 )
 
 
-def forward_tile(head_dim: int, length: int, packed: bool, banded: bool, tiles: int, processors: int) -> ForwardTile:
-    """For sequences of ``length`` queries (packed ones, on average), ``tiles`` tiles of 128 queries in all."""
-    row = next(row for row in FORWARD if head_dim <= row.widest)
+def forward_tile(
+    head_dim: int, length: int, packed: bool, banded: bool, tiles: int, processors: int, value_dim: int | None = None
+) -> ForwardTile:
+    """For sequences of ``length`` queries (packed ones, on average), ``tiles`` tiles of 128 queries in all.
+
+    value_dim: of v, if not that of q and k.
+    """
+    new = new_tiles.FORWARD.get(new_tiles.forward_name(head_dim, value_dim or head_dim) or "")
+    row = new.row if new is not None else next(row for row in FORWARD if head_dim <= row.widest)
     short = length <= (row.banded_up_to if banded else SHORT)
     if row.wide is not None and length <= (MEDIUM if banded else SHORT) and tiles >= MANY * processors:
         queries = 64 * row.wide.consumers
@@ -161,8 +124,13 @@ def forward_tile(head_dim: int, length: int, packed: bool, banded: bool, tiles: 
     return row.few if tiles < FEW * processors else row.tile
 
 
-def backward_tile(head_dim: int, capped: bool, biased: bool = False) -> BackwardTile:
-    """A cap needs registers that steps of 64 queries leave; a bias needs shared memory."""
+def backward_tile(
+    head_dim: int, capped: bool, biased: bool = False, *, masked: bool = False, value_dim: int | None = None
+) -> BackwardTile:
+    """A cap needs registers that steps of 64 queries leave; a bias needs shared memory. value_dim: as in `forward_tile`."""
+    name = None if biased or masked else new_tiles.backward_name(head_dim, value_dim or head_dim)
+    if name is not None:
+        return new_tiles.BACKWARD[name].tile
     tile = next(tile for tile in BACKWARD if head_dim <= tile.width)
     if biased:
         return tile._replace(rows=64, kv_stages=2 if tile.width <= 64 else 1)
@@ -174,7 +142,7 @@ def covers_forward(args: Attention) -> str | None:
     q, k, _ = heads_outside(args)
     _, _, queries, _ = q.shape
     keys, right, packed = k.shape[2], args.flags.right, args.packing is not None
-    reason = _not_covered(args, FORWARD[-1].widest)
+    reason = _not_covered(args, FORWARD[-1].widest, new_tiles.forward_name)
     if reason is not None:
         return reason
     if args.flags.softcap > _WIDEST_CAP:
@@ -198,8 +166,8 @@ def covers_forward(args: Attention) -> str | None:
 
 def covers_backward(args: Attention) -> str | None:
     """Why the Hopper backward does not take the gradients of a call; None if it does."""
-    q, k, _ = heads_outside(args)
-    reason = _not_covered(args, BACKWARD[-1].width)
+    q, k, v = heads_outside(args)
+    reason = _not_covered(args, BACKWARD[-1].width, new_tiles.backward_name)
     if reason is not None:
         return reason
     if (reason := _bias_not_covered(args)) is not None:
@@ -214,14 +182,14 @@ def covers_backward(args: Attention) -> str | None:
         return "it counts rows in 32 bits"
     if args.mask is not None and max(q.shape[2], k.shape[2]) > LONGEST_MASK:
         return f"it counts blocks and tiles of a mask in 16 bits, of up to {LONGEST_MASK} tokens"
-    tile = backward_tile(q.shape[3], False)
+    tile = backward_tile(q.shape[3], False, value_dim=v.shape[3])
     if -(-k.shape[2] // tile.keys) * k.shape[0] * k.shape[1] < tile.least_tiles:
         return f"it is for calls of at least {tile.least_tiles} tiles of {tile.keys} keys"
     return None
 
 
-def _not_covered(args: Attention, widest: int) -> str | None:
-    """What both directions refuse."""
+def _not_covered(args: Attention, widest: int, new_tile: Callable[..., str | None]) -> str | None:
+    """What both directions refuse. ``new_tile``: names the new tile that takes such heads, if there is one."""
     q, k, v = heads_outside(args)
     head_dim, value_dim = q.shape[3], v.shape[3]
     if q.dtype not in _DTYPES:
@@ -232,7 +200,12 @@ def _not_covered(args: Attention, widest: int) -> str | None:
     if args.flags.dropout:
         return "it drops no probabilities"
     if value_dim != head_dim:
-        return f"it needs one head dim, and v has {value_dim} where q has {head_dim}"
+        if new_tile(head_dim, value_dim, enabled=False) is None:
+            return f"it needs one head dim, and v has {value_dim} where q has {head_dim}"
+        if new_tile(head_dim, value_dim) is None:
+            return f"its tile for q of {head_dim} and v of {value_dim} has not run on a GPU yet"
+        if args.mask is not None:
+            return "it reads no mask beside v of another head dim than q"
     if head_dim > widest or head_dim % 8:
         return f"its head dims are multiples of 8 up to {widest}, and this one is {head_dim}"
     if q.numel() == 0 or k.numel() == 0:

@@ -62,6 +62,16 @@ class PackedBox(NamedTuple):
         )  # fmt: skip
 
 
+Described = tuple[Tensor, Box | PackedBox]
+
+
+def in_pieces(x: Tensor, rows: int, widths: tuple[int, int], packed: bool) -> tuple[Described | None, Described | None]:
+    """Boxes of so many rows for one or two pieces of a head dim; a width of 0: there is no such piece."""
+    box = PackedBox if packed else Box
+    first, second = ((x, box(rows, width)) if width else None for width in widths)
+    return first, second
+
+
 class StatisticsBox(NamedTuple):
     """One row of an array ``(N, rows)``."""
 

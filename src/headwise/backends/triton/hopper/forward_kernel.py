@@ -216,11 +216,11 @@ def _issue_first_scores(done, blocks, more, zeros, shared, C: gl.constexpr, X: g
 @gluon.jit
 def _issue_output(rows, shared, at, O1: gl.constexpr, X: gl.constexpr):
     """Issue output += weights · v of the block of values at ``at``. Returns both pieces, and the weights of each."""
-    acc0 = warpgroup_mma(rows.weights, shared.v.x0.index(at).reshape([X.keys, X.d0]), rows.acc0, is_async=True)
+    acc0 = warpgroup_mma(rows.weights, shared.v.x0.index(at).reshape([X.keys, X.e0]), rows.acc0, is_async=True)
     acc1, weights1 = rows.acc1, rows.weights
-    if X.d1 > 0:
+    if X.e1 > 0:
         weights1 = gl.convert_layout(rows.weights, gl.DotOperandLayout(0, O1, 2))
-        acc1 = warpgroup_mma(weights1, shared.v.x1.index(at).reshape([X.keys, X.d1]), rows.acc1, is_async=True)
+        acc1 = warpgroup_mma(weights1, shared.v.x1.index(at).reshape([X.keys, X.e1]), rows.acc1, is_async=True)
     return acc0, acc1, weights1
 
 
@@ -252,10 +252,10 @@ def _first_block(
     p = gl.exp2(s * scale - reference[:, None])
     total = _lane_sums(p, X.keys)
     weights = gl.convert_layout(p.to(shared.q.x0.dtype), gl.DotOperandLayout(0, O0, 2))
-    acc0 = gl.zeros([ROWS, X.d0], gl.float32, O0)
+    acc0 = gl.zeros([ROWS, X.e0], gl.float32, O0)
     acc1 = acc0
-    if X.d1 > 0:
-        acc1 = gl.zeros([ROWS, X.d1], gl.float32, O1)
+    if X.e1 > 0:
+        acc1 = gl.zeros([ROWS, X.e1], gl.float32, O1)
     return Rows(highest, total, acc0, acc1, weights)
 
 
@@ -293,7 +293,7 @@ def _visit(
             Rows(highest, total, acc0, acc1, weights), shared, v_at, O1, X
         )
         _pass_turn(C, X)
-        if X.d1 > 0:
+        if X.e1 > 0:
             s = warpgroup_mma_wait(2, [s_coming])
         else:
             s = warpgroup_mma_wait(1, [s_coming])
@@ -320,7 +320,7 @@ def _visit(
         highest = higher
         # Named in the wait so that the registers of the products under way are not given away before they are done.
         new_weights = gl.convert_layout(p.to(weights.dtype), gl.DotOperandLayout(0, O0, 2))
-        if X.d1 > 0:
+        if X.e1 > 0:
             acc0, acc1, weights, weights1, new_weights = warpgroup_mma_wait(
                 0, [acc0_coming, acc1_coming, weights, weights1, new_weights]
             )
@@ -329,7 +329,7 @@ def _visit(
         mbarrier.arrive(shared.v.empty.index(v_at))
         weights = new_weights
         acc0 = acc0 * gl.convert_layout(shrink, gl.SliceLayout(1, O0))[:, None]
-        if X.d1 > 0:
+        if X.e1 > 0:
             acc1 = acc1 * gl.convert_layout(shrink, gl.SliceLayout(1, O1))[:, None]
     return Rows(highest, total, acc0, acc1, weights), blocks
 
@@ -407,32 +407,33 @@ def _store_output(o0, o1, acc0, acc1, tile, row, call, shared, C: gl.constexpr, 
     o0_s, o1_s = shared.o0, shared.o1
     wait_for_stores(0)  # of the tile before
     thread_barrier()
-    o0_s.index(C).reshape([ROWS, X.d0]).store(acc0.to(o0_s.dtype))
-    if X.d1 > 0 and not X.one_o:
-        o1_s.index(C).reshape([ROWS, X.d1]).store(acc1.to(o0_s.dtype))
+    o0_s.index(C).reshape([ROWS, X.e0]).store(acc0.to(o0_s.dtype))
+    if X.e1 > 0 and not X.one_o:
+        o1_s.index(C).reshape([ROWS, X.e1]).store(acc1.to(o0_s.dtype))
     fence_async_shared()
     thread_barrier()
     store_rows(o0, batch, head, tile.start, tile.rows, row, 0, o0_s.index(C), X.packed)
-    if X.d1 > 0:
+    if X.e1 > 0:
         if X.one_o:
             wait_for_stores(0)
             thread_barrier()
-            o0_s.index(C).reshape([ROWS, X.d1]).store(acc1.to(o0_s.dtype))
+            o0_s.index(C).reshape([ROWS, X.e1]).store(acc1.to(o0_s.dtype))
             fence_async_shared()
             thread_barrier()
-            store_rows(o0, batch, head, tile.start, tile.rows, row, X.d0, o0_s.index(C), X.packed)
+            store_rows(o0, batch, head, tile.start, tile.rows, row, X.e0, o0_s.index(C), X.packed)
         else:
-            store_rows(o1, batch, head, tile.start, tile.rows, row, X.d0, o1_s.index(C), X.packed)
+            store_rows(o1, batch, head, tile.start, tile.rows, row, X.e0, o1_s.index(C), X.packed)
 
 
 @gluon.jit
 def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
     """A consumer warpgroup: 64 queries of one tile after the other. The first q·kᵀ of a tile is issued in the one before."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.keys, 16])
-    O0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.d0, 16])
-    O1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.d1 if X.d1 > 0 else 16, 16])
+    O0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.e0, 16])
+    O1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.e1 if X.e1 > 0 else 16, 16])
     BANDED: gl.constexpr = (X.has_left or X.has_right) and not X.masked  # consumers visit blocks of their own
     PV_FIRST: gl.constexpr = (X.has_left and not X.masked) or X.ahead == 0 or (BANDED and X.ahead == 1)
+    SCORE_PRODUCTS: gl.constexpr = 2 if X.d1 > 0 else 1  # under way behind the last weights·v
     words = 0
     zeros = gl.zeros([ROWS, X.keys], gl.float32, S)
     done, blocks = 0, 0
@@ -469,7 +470,7 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
             words = first_words(coming, call, C, S, X)
         more = coming.row >= 0
         if PV_FIRST:
-            if X.d1 > 0:
+            if X.e1 > 0:
                 acc0, acc1, weights, weights1 = warpgroup_mma_wait(0, [acc0_coming, acc1_coming, weights, weights1])
             else:
                 acc0, weights = warpgroup_mma_wait(0, [acc0_coming, weights])
@@ -483,10 +484,12 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
                 blocks = _skip_to_own(blocks, coming, call, shared, C, X)
             s_coming = _issue_first_scores(done, blocks, more, zeros, shared, C, X)
             if not PV_FIRST:
-                if X.d1 > 0:
-                    acc0, acc1, weights, weights1 = warpgroup_mma_wait(2, [acc0_coming, acc1_coming, weights, weights1])
+                if X.e1 > 0:
+                    acc0, acc1, weights, weights1 = warpgroup_mma_wait(
+                        SCORE_PRODUCTS, [acc0_coming, acc1_coming, weights, weights1]
+                    )
                 else:
-                    acc0, weights = warpgroup_mma_wait(1, [acc0_coming, weights])
+                    acc0, weights = warpgroup_mma_wait(SCORE_PRODUCTS, [acc0_coming, weights])
                 if X.packed:
                     mbarrier.arrive(shared.v.empty.index(v_at), pred=span.row < tile.rows)
                 else:
@@ -495,7 +498,7 @@ def _consume(C: gl.constexpr, o0, o1, call, shared, X: gl.constexpr):
         # Epilogue.
         factor = _store_statistics(rows, tile, span, call, S, X)
         acc0 = _scaled(acc0, factor, O0, X)
-        if X.d1 > 0:
+        if X.e1 > 0:
             acc1 = _scaled(acc1, factor, O1, X)
         if X.packed:
             if span.row < tile.rows:
@@ -551,6 +554,7 @@ def forward_kernel(
     if X.d1 > 0:
         q1_s = gl.allocate_shared_memory(q0.dtype, [QUERY_TILES] + q1.block_shape, q1.layout)
         k1_s = gl.allocate_shared_memory(q0.dtype, [X.k_stages] + k1.block_shape, k1.layout)
+    if X.e1 > 0:
         v1_s = gl.allocate_shared_memory(q0.dtype, [X.v_stages] + v1.block_shape, v1.layout)
         if not X.one_o:
             o1_s = gl.allocate_shared_memory(q0.dtype, [X.consumers] + o1.block_shape, o1.layout)

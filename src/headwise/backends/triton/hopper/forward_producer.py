@@ -138,7 +138,7 @@ def _load_keys(inputs, ring, count, source, call, keys, block, X: gl.constexpr):
     """A block of keys; ``count`` blocks went before it."""
     wait_empty(ring.empty, count, X.k_stages)
     at = count % X.k_stages
-    _load_block(inputs.k0, inputs.k1, ring, at, ring.full.index(at), source, call, keys, block, X)
+    _load_block(inputs.k0, inputs.k1, ring, at, ring.full.index(at), source, call, keys, block, X.d0, X.d1, X)
 
 
 @gluon.jit
@@ -174,37 +174,39 @@ def _load_values(inputs, shared, count, cuts, source, call, keys, block, unseen,
             outside = outside | unseen
         if outside:
             arrived = shared.cut_full.index(0)
-            _load_block(inputs.v0, inputs.v1, ring, at, arrived, source, call, keys, block, X)
+            _load_block(inputs.v0, inputs.v1, ring, at, arrived, source, call, keys, block, X.e0, X.e1, X)
             mbarrier.wait(arrived, cuts & 1)
             cuts += 1
             if X.cut:
-                _blank(ring.x0, at, here, past, X.keys, X.d0)
-                if X.d1 > 0:
-                    _blank(ring.x1, at, here, past, X.keys, X.d1)
+                _blank(ring.x0, at, here, past, X.keys, X.e0)
+                if X.e1 > 0:
+                    _blank(ring.x1, at, here, past, X.keys, X.e1)
             if X.masked:
                 lists = lists_of(call.mask, source.batch, source.head)
                 seen, half = seen_words(call.mask, lists, block, X.keys)
-                blank_unseen(ring.x0, at, seen, half, 1, 0, X.keys, X.d0)
-                if X.d1 > 0:
-                    blank_unseen(ring.x1, at, seen, half, 1, 0, X.keys, X.d1)
+                blank_unseen(ring.x0, at, seen, half, 1, 0, X.keys, X.e0)
+                if X.e1 > 0:
+                    blank_unseen(ring.x1, at, seen, half, 1, 0, X.keys, X.e1)
             fence_async_shared()
             thread_barrier()
             mbarrier.arrive(ring.full.index(at))
         else:
-            _load_block(inputs.v0, inputs.v1, ring, at, ring.full.index(at), source, call, keys, block, X)
+            _load_block(inputs.v0, inputs.v1, ring, at, ring.full.index(at), source, call, keys, block, X.e0, X.e1, X)
     else:
-        _load_block(inputs.v0, inputs.v1, ring, at, ring.full.index(at), source, call, keys, block, X)
+        _load_block(inputs.v0, inputs.v1, ring, at, ring.full.index(at), source, call, keys, block, X.e0, X.e1, X)
     return cuts
 
 
 @gluon.jit
-def _load_block(x0, x1, ring, at, arrived, source, call, keys, block, X: gl.constexpr):
-    """A block of keys or values into place ``at``."""
+def _load_block(
+    x0, x1, ring, at, arrived, source, call, keys, block, W0: gl.constexpr, W1: gl.constexpr, X: gl.constexpr
+):  # fmt: skip
+    """A block of keys or values, in one or two pieces of the widths W0 and W1, into place ``at``."""
     head, row = source.head // call.group, block * X.keys
-    mbarrier.expect(arrived, X.keys * (X.d0 + X.d1) * 2)
+    mbarrier.expect(arrived, X.keys * (W0 + W1) * 2)
     load_rows(x0, source.batch, head, source.k_start, keys, row, 0, arrived, ring.x0.index(at), X.packed)
-    if X.d1 > 0:
-        load_rows(x1, source.batch, head, source.k_start, keys, row, X.d0, arrived, ring.x1.index(at), X.packed)
+    if W1 > 0:
+        load_rows(x1, source.batch, head, source.k_start, keys, row, W0, arrived, ring.x1.index(at), X.packed)
 
 
 @gluon.jit

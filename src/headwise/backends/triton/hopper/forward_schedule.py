@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from headwise.backends.triton.hopper.coverage import ForwardTile
 from headwise.backends.triton.hopper.gluon_names import gl, gluon
 from headwise.backends.triton.hopper.mailbox import post, read
 from headwise.backends.triton.hopper.mask_words import entry_at, lists_of
+from headwise.backends.triton.hopper.tiles import ForwardTile
 
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup: what one WGMMA multiplies
 FIELDS = gl.constexpr(5)  # numbers in a letter from the producer: `Tile`

@@ -41,7 +41,7 @@ def forward(gpu: Gpu, args: Attention) -> tuple[Tensor, Tensor | None] | None:
     (batch, heads, queries, _), value_dim = args.q.shape, args.v.shape[3]
     banded = args.flags.left >= 0 or args.flags.right >= 0
     tile = forward_tile(
-        args.q.shape[3], queries, True, banded, tiles_in_all(args.q), gpu.multiprocessors
+        args.q.shape[3], queries, True, banded, tiles_in_all(args.q), gpu.multiprocessors, value_dim
     )  # fmt: skip
     results = attention_forward.forward(gpu, as_packed(args, *_offsets(gpu, args)), tile)
     assert results is not None
@@ -75,7 +75,7 @@ def backward(gpu: Gpu, args: AttentionBackward) -> attention_backward.Gradients 
             grad_out=_tokens_of(gpu, args.grad_out), out=_tokens_of(gpu, args.out), lse=lse, grad_lse=grad_lse,
             forward=as_packed(call, *_offsets(gpu, call)),
         ),
-        backward_tile(call.q.shape[3], call.flags.softcap > 0),
+        backward_tile(call.q.shape[3], call.flags.softcap > 0, value_dim=call.v.shape[3]),
     )  # fmt: skip
     assert gradients is not None
     dq, dk, dv, _, dsink = gradients
