@@ -116,24 +116,25 @@ BACKWARD_UNEQUAL = BackwardTile(64, 64, 192, 128, 64, 128, 0, 2, 1, 128, 2048, 5
 
 
 def forward_tile(
-    head_dim: int, length: int, packed: bool, banded: bool, tiles: int, processors: int, value_dim: int | None = None
-) -> ForwardTile:
+    head_dim: int, length: int, packed: bool, banded: bool, tiles: int, processors: int, value_dim: int | None = None,
+    *, capped: bool = False,
+) -> ForwardTile:  # fmt: skip
     """For sequences of ``length`` queries (packed ones, on average), ``tiles`` tiles of 128 queries in all.
 
-    value_dim: of v, if not that of q and k.
+    value_dim: of v, if not that of q and k. capped: three warpgroups or more leave too few registers for that.
     """
     if value_dim not in (None, head_dim):
         return FORWARD_UNEQUAL
     row = next(row for row in FORWARD if head_dim <= row.widest)
     short = length <= (row.banded_up_to if banded else SHORT)
-    if row.wide is not None and length <= (MEDIUM if banded else SHORT) and tiles >= MANY * processors:
+    if row.wide is not None and not capped and length <= (MEDIUM if banded else SHORT) and tiles >= MANY * processors:
         queries = 64 * row.wide.consumers
         padded = -(-length // queries) * queries
         if (not short) if packed else 8 * length >= 7 * padded:
             return row.wide
     if short:
         return row.short_banded if banded else row.short
-    return row.few if tiles < FEW * processors else row.tile
+    return row.few if capped or tiles < FEW * processors else row.tile
 
 
 def backward_tile(
