@@ -21,7 +21,7 @@ from headwise.backends.triton.hopper import attention_forward, coverage, tiles
 from headwise.config import settings
 
 REPEATS = int(os.environ.get("HEADWISE_TEST_REPEATS", "10000"))
-DIMS = (64, 80, 96, 128, 192, 256)
+DIMS = (64, 80, 96, 128, 160, 192, 256)
 FLAGS = {
     "full": {},
     "causal": {"causal": True},
@@ -83,7 +83,19 @@ def note(op: str, *args, **kwargs) -> str:
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("dim", DIMS)
 def test_forward_agrees_with_the_plain_kernel(dim, name, lengths, inside):
-    q, k, v = qkv(2, 16, 4, *lengths, dim, inside)
+    agrees_with_the_plain_kernel(qkv(2, 16, 4, *lengths, dim, inside), name, lengths)
+
+
+@pytest.mark.parametrize("lengths", [(1000, 1000), (600, 777)], ids=str)
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("dims", [(192, 128), (144, 80)], ids=str)
+def test_values_narrower_than_keys(dims, name, lengths):
+    q, k, v = qkv(2, 16, 4, *lengths, dims[0])
+    agrees_with_the_plain_kernel((q, k, v[..., : dims[1]].contiguous()), name, lengths)
+
+
+def agrees_with_the_plain_kernel(inputs, name, lengths):
+    q, k, v = inputs
     flags = FLAGS[name]
     queries, keys = lengths
     sees_nothing = queries > keys + PAST_ITSELF[name]

@@ -41,7 +41,8 @@ def forced(monkeypatch):
     def force(programs=None, unordered=True):
         def backward(gpu, args):
             gpu.multiprocessors = programs or gpu.multiprocessors
-            tile = coverage.backward_tile(args.forward.q.shape[-1], args.forward.flags.softcap > 0)
+            call = args.forward
+            tile = coverage.backward_tile(call.q.shape[-1], call.flags.softcap > 0, value_dim=call.v.shape[-1])
             if unordered:
                 tile = tile._replace(unordered_from=0, banded_unordered_from=0)
             recorded.append(1)
@@ -111,6 +112,11 @@ CALLS = [
     for place, shape in enumerate(SHAPES)
 ] + [
     (80, "tails", "causal", 132),
+    (80, "grouped", "cap", 3),
+    (96, "tails", "both sides", 132),
+    (96, "grouped", "causal", 1),
+    ((192, 128), "tails", "causal", 132),
+    ((192, 128), "grouped", "full", 3),
     (192, "tails", "full", 3),
     (192, "grouped", "causal", 1),
     (192, "more queries", "both sides", 132),
@@ -124,8 +130,9 @@ def test_gradients_are_right(head_dim, shape, band, programs, deterministic, for
     recorded = forced(programs)
     batch, heads, key_heads, rows, keys = SHAPES[shape]
     left, right, softcap = BANDS[band]
-    q, grad = (normal(batch, rows, heads, head_dim, seed=s).transpose(1, 2) for s in (1, 4))
-    k, v = (normal(batch, keys, key_heads, head_dim, seed=s).transpose(1, 2) for s in (2, 3))
+    dim, value_dim = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    q, grad = (normal(batch, rows, heads, d, seed=s).transpose(1, 2) for s, d in ((1, dim), (4, value_dim)))
+    k, v = (normal(batch, keys, key_heads, d, seed=s).transpose(1, 2) for s, d in ((2, dim), (3, value_dim)))
     out, lse, *gradients = truth(q, k, v, grad, left, right, softcap)
     ours = hw.attention_backward(
         grad, q, k, v, out.to(q.dtype), lse.float(), window=(left, right), softcap=softcap or None,
