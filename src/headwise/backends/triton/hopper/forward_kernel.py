@@ -269,7 +269,6 @@ def _visit(
     highest, total, acc0, acc1, weights = rows
     queries = _queries(shared, q_at, X)
     LISTED: gl.constexpr = X.masked and MASK == EVERYWHERE
-    words = 0
     if LISTED:  # the words of a block, and the entry of the one after it, are loaded a block ahead
         first = span.past - block
         entry = gl.load(span.list_at + LIST_HEADER + first, mask=count > 0, other=0)
@@ -277,10 +276,12 @@ def _visit(
         coming_entry = gl.load(span.list_at + LIST_HEADER + first + 1, mask=count > 1, other=0)
     for i in range(count):
         if LISTED:
-            words, listed = coming_words, entry >> 1
+            words, here = coming_words, entry >> 1
             entry = coming_entry
             coming_words = words_at(entry, i + 1 < count, span, call, S, X)
             coming_entry = gl.load(span.list_at + LIST_HEADER + first + i + 2, mask=i + 2 < count, other=0)
+        else:
+            words, here = 0, block - 1 - i
         v_at = blocks % X.v_stages
         v_phase = (blocks // X.v_stages) & 1
         blocks += 1
@@ -297,9 +298,6 @@ def _visit(
         else:
             s = warpgroup_mma_wait(1, [s_coming])
         mbarrier.arrive(shared.k.empty.index(blocks % X.k_stages))
-        here = block - 1 - i
-        if LISTED:
-            here = listed
         if X.has_cap:
             s = shown(s, words, here, span, call, MASK, S, X)
         s = biased(capped(s, call, X), shared, blocks, call, C, S, X)
