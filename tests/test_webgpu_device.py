@@ -389,6 +389,26 @@ def test_autocast_and_checkpoints():
     assert torch.equal(plain.cpu(), again.cpu())
 
 
+def test_autocast_reaches_our_ops_as_pytorchs():
+    """Queries that a norm left in float32 meet keys and values of 16 bits; the bits are those of the call on the casts."""
+    q, k, v = torch.randn(3, 1, 2, 9, 8).to(DEVICE)
+    low = [x.to(torch.bfloat16) for x in (q, k, v)]
+    q.requires_grad_()
+    for _ in range(2):  # made, and found by its key
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            out = hw.attention(hw.rms_norm(q.to(torch.bfloat16)), low[1], v)
+            assert (q @ k.mT).dtype == out.dtype == torch.bfloat16
+            assert hw.rms_norm(low[0]).dtype == torch.float32
+            with torch.autocast(DEVICE, enabled=False):
+                assert hw.attention(q, k, v).dtype == torch.float32
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert hw.attention(q, k, v).dtype == torch.float32
+        (grad,) = torch.autograd.grad(out.sum(), q)
+        assert grad.dtype == torch.float32
+    again = hw.attention(hw.rms_norm(low[0].float()).to(torch.bfloat16), *low[1:])
+    assert torch.equal(out.detach().cpu(), again.cpu())
+
+
 def test_headwise_ops_and_modules_run_there():
     """Our own kernels beside PyTorch's operators, in one graph."""
 
