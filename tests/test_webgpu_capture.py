@@ -192,6 +192,15 @@ def test_decoding_with_a_cache():
     cache.trim(cache.lengths)  # what the host knows of the lengths
     cache.extend(1)
     assert cache.positions.tolist() == [[16], [16]]
+    cache.reset()  # the captured step serves the next prompt
+    cache.extend(5)
+    token.copy_(model(prompt, cache=cache)[:, -1:].argmax(-1))
+    made = [token.cpu()]
+    for _ in range(4):
+        step()
+        made.append(token.cpu())
+    assert torch.equal(torch.cat(made, 1), expected[:, :5])
+    assert cache.lengths.tolist() == [9, 9]
 
     paged = model.cache(2, 40, page_size=8)
     with pytest.raises(RuntimeError, match="hands out pages on the CPU"), capture():
