@@ -20,6 +20,7 @@ from headwise import testing
 from headwise.benchmark.distributed import Row, judged
 from headwise.distributed import costs
 from headwise.distributed.blocks import Options, Partial, Plan, Region, Scores, pieces
+from headwise.distributed.groups import fingerprint
 from headwise.distributed.routes import columns_of, route
 from headwise.distributed.shards import Segment, segments
 from headwise.reference.attention import visible_keys
@@ -123,6 +124,21 @@ def _sees(plan, i, j):
             p = i + keys.stop - queries.stop
             return (plan.left < 0 or j >= p - plan.left) and (plan.right < 0 or j <= p + plan.right)
     return False
+
+
+def test_a_fingerprint_knows_masks_and_positions_apart():
+    """Of padding and of packed documents, where many differ in few places by small numbers."""
+    lengths = itertools.product(range(1, 10), repeat=3)
+    masks = [torch.arange(9) < torch.tensor(of_rows)[:, None] for of_rows in lengths]
+    borders = itertools.product((False, True), repeat=9)
+    positions = [
+        torch.tensor([i - max((j for j in range(i + 1) if j and starts[j - 1]), default=0) for i in range(10)])
+        for starts in borders
+    ]
+    for given in (masks, positions):
+        assert len({fingerprint(x) for x in given}) == len(given)
+    assert fingerprint(masks[5]) == fingerprint(masks[5].clone())
+    assert fingerprint(torch.zeros(0, dtype=torch.int64)) != fingerprint(None)
 
 
 def test_pieces_are_what_can_be_seen():
