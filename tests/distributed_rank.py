@@ -247,6 +247,12 @@ def check_autocast(group, ranks):
         assert torch.equal(found, plain)
         grads = (torch.autograd.grad(x.float().square().sum(), inputs) for x, inputs in ((found, wide), (plain, low)))
         assert all(a.dtype == torch.float32 and torch.equal(a.to(b.dtype), b) for a, b in zip(*grads, strict=True))
+    q, cache = torch.ones(1, 2, 8), hwd.shard(whole[0], group, dim=-2, layout="contiguous")
+    for dtype in (torch.float32, torch.bfloat16):  # a token follows the caches
+        given = *[cache.to(dtype)] * 2, torch.tensor([12 * ranks]), group
+        with torch.autocast("cpu", torch.bfloat16):
+            found = hwd.context_parallel_decode(q, *given)
+        assert torch.equal(found, hwd.context_parallel_decode(q.to(dtype), *given))
 
 
 def check_decode(group, rank, ranks):

@@ -76,10 +76,13 @@ def _floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def lowered(*tensors: Any) -> tuple[Any, ...]:
-    """The operands of a product that does not happen yet, or happens in other code, as autocast wants them now."""
+def lowered(*tensors: Any, rule: Rule | None = None) -> tuple[Any, ...]:
+    """The operands of a product that does not happen yet, or happens in other code, as autocast wants them now.
+
+    rule: of an op; None: all of them in autocast's dtype.
+    """
     device = device_of(tensors)
-    return tensors if device is None else cast(Rule(low, len(tensors)), tensors, device)
+    return tensors if device is None else cast(rule or Rule(low, len(tensors)), tensors, device)
 
 
 def lowered_dtype(x: Tensor) -> torch.dtype:
