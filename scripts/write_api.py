@@ -39,11 +39,16 @@ def tree_of(module: str) -> ast.Module:
 
 
 def exported(module: str) -> list[str]:
-    """Its `__all__`, or all public definitions."""
+    """Its `__all__`, with those of the modules below that are added to it, or all public definitions."""
     tree = tree_of(module)
+    names: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-            return sorted(name for name in ast.literal_eval(node.value) if not name.startswith("_"))
+            names |= set(ast.literal_eval(node.value))
+        elif isinstance(node, ast.AugAssign) and getattr(node.target, "id", "") == "__all__":
+            names |= set(exported(f"{module}.{ast.unparse(node.value).removesuffix('.__all__')}"))
+    if names:
+        return sorted(name for name in names if not name.startswith("_"))
     kinds = (ast.FunctionDef, ast.ClassDef)
     return sorted({node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")})
 
@@ -59,6 +64,8 @@ def found(module: str, name: str) -> tuple[str, list[ast.stmt]]:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
                     return found(node.module, alias.name)
+                if alias.name == "*" and name in exported(node.module):
+                    return found(node.module, name)
     return module, []
 
 
