@@ -318,8 +318,14 @@ def trained(module, x, optimizer, steps=4, **options):
 
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {}), (torch.optim.AdamW, {"foreach": True})],
-    ids=["SGD", "AdamW", "AdamW foreach"],
+    [
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    ],
+    ids=["SGD", "AdamW", "AdamW foreach", "AdamW fused", "SGD fused"],
 )
 def test_training_equals_the_cpu(optimizer, options):
     model = block()
