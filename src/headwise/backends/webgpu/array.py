@@ -252,12 +252,12 @@ def array(tensor: Tensor | Any) -> Array:
     return uploaded(tensor)
 
 
-def uploaded(tensor: Tensor) -> Array:
-    """The elements of a CPU tensor in memory of the GPU; nothing for autograd."""
+def uploaded(tensor: Tensor, constant: bool = False) -> Array:
+    """The elements of a CPU tensor in memory of the GPU; nothing for autograd. constant: as in `OpenDevice.upload`."""
     backward_in_this_thread()
     device = runtime.device()
     with device.in_use():
-        return Array(device.upload(tensor), device)
+        return Array(device.upload(tensor, constant), device)
 
 
 class _Readback(torch.autograd.Function):

@@ -46,8 +46,12 @@ def record(function: Callable[[Any, Any], Any], args: Any) -> Callable[..., Any]
 
 
 class Drawn(bytes):
-    """Scalars that every replay of a capture makes anew: random draws."""
+    """Scalars that every replay of a capture makes anew: random draws.
 
+    The first of them, `POSITION` bytes, say which draw it is: where they are equal, a draw is made a second time.
+    """
+
+    POSITION = 16
     again: Callable[[], bytes]
 
     @staticmethod

@@ -114,6 +114,11 @@ class GpuMemory(Pool):
         self._buffers[id(buffer)] = buffer
         return buffer
 
+    @property
+    def whole(self) -> GpuMemory:
+        """The memory of the device, where this is a part of it."""
+        return self
+
     def trim(self) -> None:
         """Give the memory of free buffers back to the driver."""
         self._submit()  # recorded commands may still read them
