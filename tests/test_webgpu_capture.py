@@ -112,6 +112,18 @@ def test_its_memory_is_its_own():
         del noise
 
 
+def test_uploads_after_a_capture_wait_for_what_was_dispatched_before():
+    """Buffers know in which command buffer they were last used: a capture does not begin to count anew."""
+    webgpu.synchronize()
+    for _ in range(3):
+        dropped = [torch.full((100,), 7.0, device=DEVICE) for _ in range(20)]
+        del dropped  # their kernels are not submitted yet
+        with capture():
+            pass
+        uploaded = [torch.arange(100.0).to(DEVICE) for _ in range(20)]
+        assert all(x.tolist() == list(range(100)) for x in uploaded)
+
+
 def test_a_weight_that_is_dropped_outside_stays_with_the_capture():
     x, weight = torch.ones(8, device=DEVICE), torch.full((8,), 3.0, device=DEVICE)
     with capture(x) as step:

@@ -139,6 +139,11 @@ def test_what_is_in_the_file(tmp_path):
             webgpu.save_step(step, tmp_path / "c.step", outputs={}, state={"t": torch.ones(3, 2, device=DEVICE).T})
         with pytest.raises(ValueError, match="no kernel of the step has to do with z"):
             webgpu.save_step(step, tmp_path / "c.step", outputs={"z": torch.ones(3, device=DEVICE)})
+        with (
+            webgpu.capture(x) as unfinished,
+            pytest.raises(webgpu.CaptureError, match="the capture is recording"),
+        ):
+            webgpu.save_step(unfinished, tmp_path / "c.step", outputs={"y": y})
         odd = torch.ones(3, dtype=torch.bool, device=DEVICE)
         with webgpu.capture(odd=odd) as step:
             z = odd + 1.0

@@ -77,6 +77,7 @@ def save(step: Capture, path: Path, outputs: Mapping[str, torch.Tensor], state: 
 
 
 def _check(step: Capture) -> None:
+    step._ready("save")
     has = step.device.capabilities
     portable = (
         has.subgroup_size == 0 and not has.native_half and has.binding_bytes <= FLOOR_BINDING_BYTES

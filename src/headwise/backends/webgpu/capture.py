@@ -54,7 +54,7 @@ class PrivateMemory(GpuMemory):
 
     def __init__(self, shared: GpuMemory) -> None:
         self._shared = shared
-        super().__init__(shared._gpu, shared._most, shared._name, shared._submit)
+        super().__init__(shared._gpu, shared._most, shared._name, shared._submit, shared.submission)
         self._held: list[Storage] = []
 
     @property
@@ -103,7 +103,7 @@ class Capture:
         self._in_order = len(inputs)
         self._calls: list[_Call] = []
         self.kept: dict[int, Storage] = {}  # what the block used and did not make, and what it uploaded, by buffer
-        self._uploads: dict[int, bytes] = {}  # their bytes
+        self._content: dict[int, bytes] = {}  # of what it uploaded, by buffer
         self._state = "new"
 
     # ------------------------------------------------------------------------------------------------------ recording
@@ -140,14 +140,14 @@ class Capture:
             self._calls = []
             device.lock.release()
 
-    def add(self, record: Record, storages: Sequence[Storage], scalars: bytes | None) -> None:
+    def _add(self, record: Record, storages: Sequence[Storage], scalars: bytes | None) -> None:
         """A call of the block: `Record.replay` tells."""
         for storage in storages:
             if storage.pool is not self._memory:
                 self.kept[id(storage.buffer)] = storage
         self._calls.append((record, tuple([storage.buffer for storage in storages]), scalars))
 
-    def empty_for_upload(self, shape: tuple[int, ...], dtype: torch.dtype, constant: bool) -> Region:
+    def _empty_for_upload(self, shape: tuple[int, ...], dtype: torch.dtype, constant: bool) -> Region:
         """Memory for a CPU tensor that the block uploads: every replay will see the same elements."""
         if math.prod(shape) > 1 and not constant:
             raise CaptureError(
@@ -159,9 +159,9 @@ class Capture:
         storage = self._memory.take_new(math.prod(shape) * dtype.itemsize)
         return Region(storage, dtype, shape, contiguous_strides(shape))
 
-    def uploaded(self, storage: Storage, content: Any) -> None:
+    def _uploaded(self, storage: Storage, content: Any) -> None:
         self.kept[id(storage.buffer)] = storage  # so that nothing else in the block gets it
-        self._uploads[id(storage.buffer)] = bytes(content)
+        self._content[id(storage.buffer)] = bytes(content)
 
     def _prepare(self) -> None:
         """All dispatches with their bind groups, ready to be encoded."""
@@ -198,14 +198,13 @@ class Capture:
             for (buffer, _, _), of in zip(step.bound, step.kernel.buffers, strict=True) if of.written
         }  # fmt: skip
         # What the block uploads and then changes is uploaded again before every replay.
-        self.restored = [(self.kept[i], content) for i, content in self._uploads.items() if i in written]
+        self.restored = [(self.kept[i], content) for i, content in self._content.items() if i in written]
 
     # -------------------------------------------------------------------------------------------------------- replays
 
     def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> None:
         """Copy new elements into the inputs, and replay the step. It does not wait for the GPU."""
-        if self._state != "ready":
-            raise CaptureError(f"headwise: nothing to replay: the capture is {self._state}")
+        self._ready("replay")
         device = self.device
         if device is not runtime.process.device:
             raise runtime.DeviceLost("the GPU of this capture was lost since; make arrays and capture anew")
@@ -229,6 +228,11 @@ class Capture:
             device.flush()
 
     replay = __call__
+
+    def _ready(self, what: str) -> None:
+        """An error, if there is no recorded step. what: is to be done with it."""
+        if self._state != "ready":
+            raise CaptureError(f"headwise: nothing to {what}: the capture is {self._state}")
 
     def _checked(self, inputs: Sequence[torch.Tensor], named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if len(inputs) > len(self.inputs):

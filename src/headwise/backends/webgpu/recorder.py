@@ -137,7 +137,7 @@ class Record:
                 # The pool lends buffers in a steady order, so most combinations of them have been bound before.
                 commands = device.commands.get(tuple(key)) or self._bind(device, tuple(key))
                 if device.capture is not None:
-                    device.capture.add(self, storages, scalars)
+                    device.capture._add(self, storages, scalars)
                 _, set_pipeline, set_bind_group, dispatch, offsets, _ = device.encoding
                 offset_count = 0
                 if scalars is not None:

@@ -282,8 +282,8 @@ class OpenDevice(Device):
         if self.capture is None:
             region = self.empty(tuple(kept.shape), tensor.dtype)
         else:
-            region = self.capture.empty_for_upload(tuple(kept.shape), tensor.dtype, constant)
-            self.capture.uploaded(region.storage, _bytes_of(flat))
+            region = self.capture._empty_for_upload(tuple(kept.shape), tensor.dtype, constant)
+            self.capture._uploaded(region.storage, _bytes_of(flat))
         self._write(region.storage, _bytes_of(flat))
         return Region(region.storage, tensor.dtype, shape, strides)
 
