@@ -342,6 +342,22 @@ def test_an_uploaded_parameter_trains():
     assert torch.equal(there.detach().cpu(), torch.full((3,), -0.5))
 
 
+def test_data_gives_a_tensor_other_memory():
+    x, y = torch.ones(4, device=DEVICE, requires_grad=True), torch.arange(6.0, device=DEVICE)
+    x.data = y[1:4]
+    assert x.shape == (3,)
+    assert x.tolist() == [1.0, 2.0, 3.0]
+    y.fill_(7)  # the same memory
+    assert (x.data * 2).tolist() == [14.0] * 3
+    assert x.requires_grad
+    assert not x.data.requires_grad
+    module = nn.Linear(2, 2, device=DEVICE)
+    module.weight.data = module.weight.data.to(torch.float16)
+    assert module.weight.detach().cpu().dtype == torch.float16
+    with pytest.raises(TypeError, match="x is on webgpu and y on cpu"):
+        x.data = torch.ones(3)
+
+
 def test_a_module_moves_and_stays_the_same_module():
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight

@@ -84,7 +84,9 @@ def test_a_step_with_everything_in_it_runs_in_chromium(tmp_path):
                 weight.sub_(gradient * rate)
             count = torch.tensor(2.0, device=DEVICE)
             count += rows.sum()
-            return loss.detach(), count
+            even = webgpu.array(torch.tensor(False))  # a byte; what is written is whole words
+            even.logical_or_(rows.sum() % 2 == 0)
+            return loss.detach(), count * torch.where(even, 1, -1)
 
         step()
         with webgpu.capture(rows, rate=rate) as captured:
@@ -137,6 +139,16 @@ def test_what_is_in_the_file(tmp_path):
             webgpu.save_step(step, tmp_path / "c.step", outputs={}, state={"t": torch.ones(3, 2, device=DEVICE).T})
         with pytest.raises(ValueError, match="no kernel of the step has to do with z"):
             webgpu.save_step(step, tmp_path / "c.step", outputs={"z": torch.ones(3, device=DEVICE)})
+        with (
+            webgpu.capture(x) as unfinished,
+            pytest.raises(webgpu.CaptureError, match="the capture is recording"),
+        ):
+            webgpu.save_step(unfinished, tmp_path / "c.step", outputs={"y": y})
+        odd = torch.ones(3, dtype=torch.bool, device=DEVICE)
+        with webgpu.capture(odd=odd) as step:
+            z = odd + 1.0
+        with pytest.raises(ValueError, match=r"odd of inputs is 3 bytes long .* whole words"):
+            webgpu.save_step(step, tmp_path / "c.step", outputs={"z": z})
         own = torch.Generator().manual_seed(3)
         with webgpu.capture() as step:
             z = torch.empty(3, device=DEVICE).uniform_(generator=own)

@@ -68,14 +68,15 @@ def packed_mask(device: Device, given: Region) -> PackedMask:
     mask = mask.with_shape(mask.shape, given.broadcast_strides)
     batch, heads, queries, keys = mask.shape
     width, states = _widths(keys)
-    shape = (batch, heads, -(-queries // QUERIES), min(queries, QUERIES) * width + 2 * states)
+    some = min(queries, QUERIES) * width  # where the states of a block begin; the last block may have fewer queries
+    shape = (batch, heads, -(-queries // QUERIES), some + 2 * states)
     packed = PackedMask(device.empty(shape, torch.int32), 0, queries, keys)
     step = mask.strides[3]
     kernel = device.kernel("mask_words", neighbours=step == 1 and keys > 1, one_key=keys == 1)
     for source, target in _pieces(device, mask, packed.words):
         entries, blocks = target.shape[0] * target.shape[1], target.shape[2]
         of_source, of_target = source.broadcast_strides, target.broadcast_strides
-        parameters = (target.shape[1], blocks, source.shape[2], keys, *of_source, width, states, *of_target[:3])
+        parameters = (target.shape[1], blocks, source.shape[2], keys, *of_source, width, some, states, *of_target[:3])
         device.run(kernel, entries * blocks * states, parameters, mask=source, words=target)
     return packed
 

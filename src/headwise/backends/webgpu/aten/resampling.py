@@ -32,7 +32,7 @@ def _back(grad: Array, line: Line, sizes: Sequence[int], options: Sequence[tuple
     made: Any = grad.float()
     for d, (size, given) in enumerate(zip(sizes, options, strict=True)):
         dim = made.dim() - dims + d
-        matrix = uploaded(_matrix(line, size, *given)).t()
+        matrix = uploaded(_matrix(line, size, *given), constant=True).t()
         made = (made.transpose(dim, -1) @ matrix).transpose(dim, -1)
     return made.contiguous().to(dtype)
 
@@ -74,7 +74,7 @@ def _avg_pool2d(
     counts = [
         _counts(size, k, s, p, ceil, with_padding) for size, k, s, p in zip(sizes, kernel, stride, pad, strict=True)
     ]
-    by: Any = divisor if divisor is not None else uploaded(torch.outer(*counts))
+    by: Any = divisor if divisor is not None else uploaded(torch.outer(*counts), constant=True)
     return (total / by).to(x.dtype)
 
 
@@ -130,7 +130,8 @@ def _interpolation(name: str, dims: int, corners: bool) -> tuple[Line, Callable[
         made: Any = x.float()
         for d, (n, s) in enumerate(zip(size, scales, strict=True)):
             dim = 2 + d
-            made = (made.transpose(dim, -1) @ uploaded(_matrix(line, x.shape[dim], n, align, s))).transpose(dim, -1)
+            matrix = uploaded(_matrix(line, x.shape[dim], n, align, s), constant=True)
+            made = (made.transpose(dim, -1) @ matrix).transpose(dim, -1)
         return made.contiguous().to(x.dtype)
 
     return line, forward, backward

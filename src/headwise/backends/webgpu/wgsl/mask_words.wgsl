@@ -11,7 +11,7 @@
 //            all zeros, and so are its states)
 {{ input("mask", "u8", 1) }}
 {{ output("words", "u32", 1) }}
-{{ params("heads: u32, blocks: u32, queries: u32, keys: u32, mask_b: u32, mask_h: u32, mask_q: u32, mask_k: u32, width: u32, states: u32, words_b: u32, words_h: u32, words_block: u32") }}
+{{ params("heads: u32, blocks: u32, queries: u32, keys: u32, mask_b: u32, mask_h: u32, mask_q: u32, mask_k: u32, width: u32, some: u32, states: u32, words_b: u32, words_h: u32, words_block: u32") }}
 
 // [query][word], one column of padding against bank conflicts.
 var<workgroup> tile: array<u32, {{ 64 * 33 }}>;
@@ -109,7 +109,7 @@ fn there(word: u32) -> u32 {
             let of_word = seen[{{ "0u" if one_key else "i" }}];
             states |= vec2<u32>(select(0u, 1u << i, of_word.x != 0u), select(0u, 1u << i, of_word.y == 0xffffffffu));
         }
-        let states_at = to + min(params.queries, 64u) * params.width + column;
+        let states_at = to + params.some + column;
         store_words(states_at, states.x);
         store_words(states_at + params.states, states.y);
     }
