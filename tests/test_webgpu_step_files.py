@@ -170,15 +170,16 @@ def test_a_step_for_one_gpu_is_not_written(tmp_path):
 def test_the_demos_model_trains_in_chromium(tmp_path):
     """Losses and weights of three steps, within the budget: twice the error of plain float32, and a rounding band."""
     shape, lengths = Shape(layers=2, width=64, window=16), (40, 9, 47)
-    batches = [torch.randint(256, (2, sum(lengths))) for _ in range(5)]
+    batches = [torch.randint(256, (2, sum(lengths))) for _ in range(4)]
+    batches.append(batches[0])  # seen before: its loss is lower then
 
     def trained(device: str, dtype: torch.dtype):
         model = make_model(shape, "webgpu" if device == DEVICE else "cpu", seed=0).to(dtype).to(device)
         rate = torch.tensor(3e-3, device=device, dtype=dtype)
         capturable = device == DEVICE
         optimizer = torch.optim.AdamW(
-            model.parameters(), lr=rate if capturable else 3e-3, betas=(0.9, 0.95), capturable=capturable
-        )
+            model.parameters(), lr=rate if capturable else 3e-3, betas=(0.9, 0.95), eps=1e-5, capturable=capturable
+        )  # eps: a step is g / (|g| + eps), and with less the rounding of a gradient near 0 decides the sign of a whole step
         packing = Packing.of(lengths, device)
 
         def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
