@@ -27,13 +27,16 @@ from headwise.backends.triton.hopper.forward_schedule import (
     read_tile,
 )
 from headwise.backends.triton.hopper.forward_scores import (
+    AT_THE_EDGES,
+    AT_THE_END,
+    EVERYWHERE,
     LOG2E,
+    NOWHERE,
     biased,
     capped,
     first_words,
     logit_scale_of,
-    only_in_band,
-    only_seen,
+    shown,
     words_at,
 )
 from headwise.backends.triton.hopper.gluon_names import (
@@ -52,9 +55,6 @@ from headwise.backends.triton.hopper.sequence_rows import store_rows
 from headwise.backends.triton.hopper.variants import constants
 
 LN2 = gl.constexpr(0.6931471805599453)
-# Which blocks of a loop over keys are masked.
-NOWHERE, EVERYWHERE, AT_THE_EDGES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-AT_THE_END = gl.constexpr(3)  # where the keys end inside of the first one
 
 
 class Rows(NamedTuple):
@@ -232,26 +232,6 @@ def _lane_sums(p, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _shown(s, words, block, span, call, MASK: gl.constexpr, S: gl.constexpr, X: gl.constexpr):
-    """−∞ where a query does not see a key, in the blocks that MASK names; ``words``: of a mask."""
-    if MASK == EVERYWHERE and X.masked:
-        return only_seen(s, words, block, span, call, S, X)
-    elif MASK == EVERYWHERE:
-        return only_in_band(s, block, span, call, S, X)
-    elif MASK == AT_THE_EDGES:
-        edge = (block >= span.whole_past) | (block < span.whole)
-        if edge:
-            s = only_in_band(s, block, span, call, S, X)
-        return s
-    elif MASK == AT_THE_END:
-        if span.past * X.keys > span.keys:
-            s = only_in_band(s, block, span, call, S, X)
-        return s
-    else:
-        return s
-
-
-@gluon.jit
 def _first_block(
     s, block, words, blocks, span, call, shared, C: gl.constexpr, S: gl.constexpr, O0: gl.constexpr, O1: gl.constexpr,
     X: gl.constexpr,
@@ -259,10 +239,10 @@ def _first_block(
     """The `Rows` after their first block, whose products are ``s``; ``words``: of a mask."""
     MASK: gl.constexpr = EVERYWHERE if X.masked or X.has_left or X.has_right or X.cut else AT_THE_END
     if X.has_cap:
-        s = _shown(s, words, block, span, call, MASK, S, X)
+        s = shown(s, words, block, span, call, MASK, S, X)
     s = biased(capped(s, call, X), shared, blocks, call, C, S, X)
     scale = logit_scale_of(call, X)
-    s = _shown(s, words, block, span, call, MASK, S, X)
+    s = shown(s, words, block, span, call, MASK, S, X)
     highest = gl.max(s, 1)
     reference = highest * scale
     if X.has_left or X.has_right or X.cut or X.masked or X.bias_rows > 0:
@@ -321,10 +301,10 @@ def _visit(
         if LISTED:
             here = listed
         if X.has_cap:
-            s = _shown(s, words, here, span, call, MASK, S, X)
+            s = shown(s, words, here, span, call, MASK, S, X)
         s = biased(capped(s, call, X), shared, blocks, call, C, S, X)
         scale = logit_scale_of(call, X)
-        s = _shown(s, words, here, span, call, MASK, S, X)
+        s = shown(s, words, here, span, call, MASK, S, X)
         higher = gl.maximum(highest, gl.max(s, 1))
         reference = higher * scale
         if MASK != NOWHERE or X.bias_rows > 0:  # a row may have seen nothing so far

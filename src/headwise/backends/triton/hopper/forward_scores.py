@@ -11,6 +11,9 @@ from headwise.backends.triton.hopper.mailbox import wait_full
 from headwise.backends.triton.hopper.mask_words import bits_of, load_words, only_visible
 
 LOG2E = gl.constexpr(1.4426950408889634)
+# Which blocks of a loop over keys are masked.
+NOWHERE, EVERYWHERE, AT_THE_EDGES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+AT_THE_END = gl.constexpr(3)  # where the keys end inside of the first one
 
 
 @gluon.jit
@@ -92,6 +95,26 @@ def only_seen(s, words, block, span, call, S: gl.constexpr, X: gl.constexpr):
     if X.has_left or X.has_right or X.mask_is_endless:
         s = only_in_band(s, block, span, call, S, X)
     return s
+
+
+@gluon.jit
+def shown(s, words, block, span, call, MASK: gl.constexpr, S: gl.constexpr, X: gl.constexpr):
+    """−∞ where a query does not see a key, in the blocks that MASK names; ``words``: of a mask."""
+    if MASK == EVERYWHERE and X.masked:
+        return only_seen(s, words, block, span, call, S, X)
+    elif MASK == EVERYWHERE:
+        return only_in_band(s, block, span, call, S, X)
+    elif MASK == AT_THE_EDGES:
+        edge = (block >= span.whole_past) | (block < span.whole)
+        if edge:
+            s = only_in_band(s, block, span, call, S, X)
+        return s
+    elif MASK == AT_THE_END:
+        if span.past * X.keys > span.keys:
+            s = only_in_band(s, block, span, call, S, X)
+        return s
+    else:
+        return s
 
 
 @gluon.jit
