@@ -79,10 +79,11 @@ def _avg_pool2d(
 
 
 @functools.lru_cache(maxsize=256)
-def _counts(size: int, *options: Any) -> torch.Tensor:
+def _counts(size: int, kernel: int, stride: int, pad: int, ceil: bool, with_padding: bool) -> torch.Tensor:
     """What the elements of each window are divided by."""
     one = torch.ones(1, 1, size, dtype=torch.float64)
-    return (_average(one, *options, True) / _average(one, *options, False)).flatten().round().float()
+    summed, averaged = (_average(one, kernel, stride, pad, ceil, with_padding, whole) for whole in (True, False))
+    return cast(torch.Tensor, (summed / averaged).flatten().round().float())
 
 
 def _avg_pool2d_backward(
