@@ -16,7 +16,8 @@
 //
 // variables: a, b, bias (dtypes; bias "" for none), out (dtype), a_along, b_along, a_vectors, b_vectors, out_vectors (do lines begin and end
 // at multiples of four elements?), adds (to what is in out), batched, splits (is k cut?), tile (m, n, deep, of_m, of_n), stages (steps
-// in workgroup memory: 1 or 2), chain (products in one chain of additions; 0: all)
+// in workgroup memory: 1 or 2), chain (products in one chain of additions; 0: all. The sums of a chain go to out, where those of the
+// next are added: in registers a second set of sums costs a quarter of the speed)
 {% set BM, BN, BK, TM, TN = tile %}
 {% set DOWN, ACROSS = BM // TM, BN // TN %}{# threads along m and along n #}
 {% set THREADS = DOWN * ACROSS %}
@@ -42,12 +43,24 @@ var<workgroup> b_tile{{ stage }}: array<array<vec4<f32>, {{ B_STEP }}>, {{ BK }}
 {% endfor %}
 
 {% macro more(x) %}{{ " + %s_first" % x if batched or splits }}{% endmacro %}
-{# four_x(line, at): elements at … at + 3 of a line, zeros beyond its end and beyond the last line. #}
+{# raw_x(line, at): elements at … at + 3 of a line as they lie in memory, zeros beyond its end and beyond the last line; four_x(raw): their
+   values. They are unpacked when they are needed, not where a thread would wait for them. #}
+{% set PACKED = {"a": a_vectors and a != "f32", "b": b_vectors and b != "f32"} %}
 {% macro reader(x, vectors, lines, length) %}
-fn four_{{ x }}(line: u32, at: u32{{ ", end: u32" if splits }}) -> vec4<f32> {
-    var values = vec4<f32>(0.0);
+{% if PACKED[x] %}
+alias Raw_{{ x }} = vec2<u32>;
+fn four_{{ x }}(raw: Raw_{{ x }}) -> vec4<f32> { return vec4<f32>(unpack_{{ a if x == "a" else b }}(raw.x), unpack_{{ a if x == "a" else b }}(raw.y)); }
+{% else %}
+alias Raw_{{ x }} = vec4<f32>;
+fn four_{{ x }}(raw: Raw_{{ x }}) -> vec4<f32> { return raw; }
+{% endif %}
+fn raw_{{ x }}(line: u32, at: u32) -> Raw_{{ x }} {
+    var values = Raw_{{ x }}();
 {% if vectors %}
-    if (line < {{ lines }} && at < {{ length }}) { values = load_{{ x }}(line * params.{{ x }}_stride + at / 4u{{ more(x) }}); }
+    if (line < {{ lines }} && at < {{ length }}) {
+        let i = line * params.{{ x }}_stride + at / 4u{{ more(x) }};
+        values = {{ "%s[params.%s_start + i]" % (x, x) if PACKED[x] else "load_%s(i)" % x }};
+    }
 {% else %}
 {% for i in range(4) %}
     if (line < {{ lines }} && at + {{ i }}u < {{ length }}) { values[{{ i }}] = load_{{ x }}(line * params.{{ x }}_stride + at + {{ i }}u{{ more(x) }}); }
@@ -56,9 +69,8 @@ fn four_{{ x }}(line: u32, at: u32{{ ", end: u32" if splits }}) -> vec4<f32> {
     return values;
 }
 {% endmacro %}
-{% set END = "end" if splits else "params.k" %}
-{{ reader("a", a_vectors, "params.m" if a_along == "k" else END, END if a_along == "k" else "params.m") }}
-{{ reader("b", b_vectors, "params.n" if b_along == "k" else END, END if b_along == "k" else "params.n") }}
+{{ reader("a", a_vectors, "params.m" if a_along == "k" else "params.k", "params.k" if a_along == "k" else "params.m") }}
+{{ reader("b", b_vectors, "params.n" if b_along == "k" else "params.k", "params.k" if b_along == "k" else "params.n") }}
 
 {# The vectors of an operand that a thread brings to its tile: `fetch` reads them, `keep` writes them. #}
 {% macro fetch(x, along, columns, first, at) %}
@@ -66,9 +78,9 @@ fn four_{{ x }}(line: u32, at: u32{{ ", end: u32" if splits }}) -> vec4<f32> {
 {% for i in range((items + THREADS - 1) // THREADS) %}
 {% set item = "(thread + %du)" % (i * THREADS) %}
 {% if along == "k" %}
-            {{ x }}{{ i }} = four_{{ x }}({{ first }} + {{ item }} / {{ BK // 4 }}u, {{ at }} + {{ item }} % {{ BK // 4 }}u * 4u{{ ", end" if splits }});
+            {{ x }}{{ i }} = raw_{{ x }}({{ first }} + {{ item }} / {{ BK // 4 }}u, {{ at }} + {{ item }} % {{ BK // 4 }}u * 4u);
 {% else %}
-            {{ x }}{{ i }} = four_{{ x }}({{ at }} + {{ item }} / {{ columns // 4 }}u, {{ first }} + {{ item }} % {{ columns // 4 }}u * 4u{{ ", end" if splits }});
+            {{ x }}{{ i }} = raw_{{ x }}({{ at }} + {{ item }} / {{ columns // 4 }}u, {{ first }} + {{ item }} % {{ columns // 4 }}u * 4u);
 {% endif %}
 {% endfor %}
 {% endmacro %}
@@ -80,11 +92,12 @@ fn four_{{ x }}(line: u32, at: u32{{ ", end: u32" if splits }}) -> vec4<f32> {
 {% if along == "k" %}
                 let down = {{ item }} % {{ BK // 4 }}u * 4u;
                 let across = {{ item }} / {{ BK // 4 }}u;
+                let values = four_{{ x }}({{ x }}{{ i }});
 {% for j in range(4) %}
-                {{ x }}_tile{{ stage }}[down + {{ j }}u][across / 4u][across % 4u] = {{ x }}{{ i }}[{{ j }}];
+                {{ x }}_tile{{ stage }}[down + {{ j }}u][across / 4u][across % 4u] = values[{{ j }}];
 {% endfor %}
 {% else %}
-                {{ x }}_tile{{ stage }}[{{ item }} / {{ columns // 4 }}u][{{ item }} % {{ columns // 4 }}u] = {{ x }}{{ i }};
+                {{ x }}_tile{{ stage }}[{{ item }} / {{ columns // 4 }}u][{{ item }} % {{ columns // 4 }}u] = four_{{ x }}({{ x }}{{ i }});
 {% endif %}
             }
 {% endfor %}
@@ -123,7 +136,9 @@ fn four_{{ x }}(line: u32, at: u32{{ ", end: u32" if splits }}) -> vec4<f32> {
 {% if splits %}
     let entry = matrix / params.parts;
     let begin = matrix % params.parts * params.part;
+{% if not chain %}
     let end = min(begin + params.part, params.k);
+{% endif %}
 {% else %}
     let entry = matrix;
 {% endif %}
@@ -136,7 +151,9 @@ fn four_{{ x }}(line: u32, at: u32{{ ", end: u32" if splits }}) -> vec4<f32> {
 {% endif %}
 {% if not splits %}
     let begin = 0u;
-    let end = params.k;
+    let {{ "last" if chain else "end" }} = params.k;
+{% elif chain %}
+    let last = min(begin + params.part, params.k);
 {% endif %}
     let of_group = 8u * params.n_tiles;
     let first_tile = tile / of_group * 8u;
@@ -151,21 +168,25 @@ fn four_{{ x }}(line: u32, at: u32{{ ", end: u32" if splits }}) -> vec4<f32> {
     let across = thread % {{ ACROSS }}u;
     let down = thread / {{ ACROSS }}u;
 {% endif %}
+{% for x, columns in (("a", BM), ("b", BN)) %}
+{% for i in range((BK * columns // 4 + THREADS - 1) // THREADS) %}
+    var {{ x }}{{ i }} = Raw_{{ x }}();
+{% endfor %}
+{% endfor %}
+{% if chain %}
+    for (var first = begin; first < last; first += {{ chain }}u) {
+    let end = min(first + {{ chain }}u, last);
+    let again = first > begin;
+{% else %}
+    let first = begin;
+{% endif %}
 {% for r in range(TM) %}
 {% for c in range(TN // 4) %}
     var sum{{ r }}_{{ c }} = vec4<f32>(0.0);
-{% if chain %}
-    var total{{ r }}_{{ c }} = vec4<f32>(0.0);
-{% endif %}
-{% endfor %}
-{% endfor %}
-{% for x, columns in (("a", BM), ("b", BN)) %}
-{% for i in range((BK * columns // 4 + THREADS - 1) // THREADS) %}
-    var {{ x }}{{ i }} = vec4<f32>(0.0);
 {% endfor %}
 {% endfor %}
     {
-{{ fetch_both("begin") }}
+{{ fetch_both("first") }}
     }
 {% if stages == 2 %}
     {
@@ -173,7 +194,7 @@ fn four_{{ x }}(line: u32, at: u32{{ ", end: u32" if splits }}) -> vec4<f32> {
     }
     workgroupBarrier();
 {% endif %}
-    for (var k0 = begin; k0 < end; k0 += {{ BK * stages }}u) {
+    for (var k0 = first; k0 < end; k0 += {{ BK * stages }}u) {
 {% if stages == 1 %}
 {{ keep_both(0) }}
         workgroupBarrier();
@@ -195,16 +216,6 @@ fn four_{{ x }}(line: u32, at: u32{{ ", end: u32" if splits }}) -> vec4<f32> {
         workgroupBarrier();
 {% endfor %}
 {% endif %}
-{% if chain %}
-        if ((k0 - begin) % {{ chain }}u == {{ chain - BK * stages }}u) {
-{% for r in range(TM) %}
-{% for c in range(TN // 4) %}
-            total{{ r }}_{{ c }} += sum{{ r }}_{{ c }};
-            sum{{ r }}_{{ c }} = vec4<f32>(0.0);
-{% endfor %}
-{% endfor %}
-        }
-{% endif %}
     }
 {% for c in range(TN // 4) %}
     {
@@ -212,23 +223,29 @@ fn four_{{ x }}(line: u32, at: u32{{ ", end: u32" if splits }}) -> vec4<f32> {
 {% if bias %}
         var more = vec4<f32>(0.0);
 {% for j in range(4) %}
-        if (column + {{ j }}u < params.n) { more[{{ j }}] = load_bias(column + {{ j }}u); }
+        if ({{ "!again && " if chain }}column + {{ j }}u < params.n) { more[{{ j }}] = load_bias(column + {{ j }}u); }
 {% endfor %}
 {% endif %}
 {% for r in range(TM) %}
         {
             let row = first_row + (down{{ " + %du" % (r // 4 * DOWN) if r >= 4 }}) * 4u + {{ r % 4 }}u;
-            let value = sum{{ r }}_{{ c }}{{ " + total%d_%d" % (r, c) if chain }}{{ " + more" if bias }};
+            var value = sum{{ r }}_{{ c }}{{ " + more" if bias }};
 {% if out_vectors %}
             if (row < params.m && column < params.n) {
                 let at = row * params.out_stride + column / 4u{{ more("out") }};
-                store_out(at, {{ "load_out(at) + " if adds }}value);
+{% if adds or chain %}
+                {{ "if (again) " if not adds }}{ value += load_out(at); }
+{% endif %}
+                store_out(at, value);
             }
 {% else %}
 {% for j in range(4) %}
             if (row < params.m && column + {{ j }}u < params.n) {
                 let at{{ j }} = row * params.out_stride + column + {{ j }}u{{ more("out") }};
-                store_out(at{{ j }}, {{ "load_out(at%d) + " % j if adds }}value[{{ j }}]);
+{% if adds or chain %}
+                {{ "if (again) " if not adds }}{ value[{{ j }}] += load_out(at{{ j }}); }
+{% endif %}
+                store_out(at{{ j }}, value[{{ j }}]);
             }
 {% endfor %}
 {% endif %}
@@ -236,4 +253,7 @@ fn four_{{ x }}(line: u32, at: u32{{ ", end: u32" if splits }}) -> vec4<f32> {
 {% endfor %}
     }
 {% endfor %}
+{% if chain %}
+    }
+{% endif %}
 }

@@ -45,6 +45,10 @@ var<workgroup> shares: array<array<vec4<f32>, {{ lanes }}>, {{ TEAMS }}>;
     let end = params.k;
     let to = 0u;
 {% endif %}
+    // Beyond the last row: the last one again, whose sums are not written.
+{% for r in range(rows) %}
+    let row{{ r }} = min({{ r }}u, params.m - 1u) * params.a_stride;
+{% endfor %}
     let team = thread / {{ lanes }}u;
     let lane = thread % {{ lanes }}u;
 {% if b_along == "k" %}
@@ -61,23 +65,24 @@ var<workgroup> shares: array<array<vec4<f32>, {{ lanes }}>, {{ TEAMS }}>;
 {% endfor %}
 {% endfor %}
 {% for u in range(ahead) %}
+{% for r in range(rows) %}
+        var a{{ u }}_{{ r }} = vec4<f32>(0.0);
+{% endfor %}
         if (at + {{ u * lanes }}u < end / 4u) {
 {% for c in range(columns) %}
             if (column + {{ c }}u < params.n) { b{{ u }}_{{ c }} = load_b((column + {{ c }}u) * params.b_stride + at + {{ u * lanes }}u); }
 {% endfor %}
+{% for r in range(rows) %}
+            a{{ u }}_{{ r }} = load_a(row{{ r }} + at + {{ u * lanes }}u);
+{% endfor %}
         }
 {% endfor %}
 {% for u in range(ahead) %}
-        if (at + {{ u * lanes }}u < end / 4u) {
 {% for r in range(rows) %}
-            {{ "if (%du < params.m) {" % r if r else "{" }}
-                let x = load_a({{ r }}u * params.a_stride + at + {{ u * lanes }}u);
 {% for c in range(columns) %}
-                sum{{ r }}_{{ c }} += dot(x, b{{ u }}_{{ c }});
+        sum{{ r }}_{{ c }} += dot(a{{ u }}_{{ r }}, b{{ u }}_{{ c }});
 {% endfor %}
-            }
 {% endfor %}
-        }
 {% endfor %}
     }
 {% for first in range(0, rows, at_once) %}
@@ -118,14 +123,20 @@ var<workgroup> shares: array<array<vec4<f32>, {{ lanes }}>, {{ TEAMS }}>;
     for (var at = begin + team; at < end; at += {{ TEAMS * ahead }}u) {
 {% for u in range(ahead) %}
         var b{{ u }} = vec4<f32>(0.0);
-        if (at + {{ u * TEAMS }}u < end && column < params.n) { b{{ u }} = load_b((at + {{ u * TEAMS }}u) * params.b_stride + column / 4u); }
-{% endfor %}
-{% for u in range(ahead) %}
-        if (at + {{ u * TEAMS }}u < end) {
 {% for r in range(rows) %}
-            {{ "if (%du < params.m) { " % r if r else "{ " }}sum{{ r }} = fma(vec4<f32>(load_a({{ r }}u * params.a_stride + at + {{ u * TEAMS }}u)), b{{ u }}, sum{{ r }}); }
+        var a{{ u }}_{{ r }} = 0.0;
+{% endfor %}
+        if (at + {{ u * TEAMS }}u < end && column < params.n) {
+            b{{ u }} = load_b((at + {{ u * TEAMS }}u) * params.b_stride + column / 4u);
+{% for r in range(rows) %}
+            a{{ u }}_{{ r }} = load_a(row{{ r }} + at + {{ u * TEAMS }}u);
 {% endfor %}
         }
+{% endfor %}
+{% for u in range(ahead) %}
+{% for r in range(rows) %}
+        sum{{ r }} = fma(vec4<f32>(a{{ u }}_{{ r }}), b{{ u }}, sum{{ r }});
+{% endfor %}
 {% endfor %}
     }
 {% for r in range(rows) %}
