@@ -1,4 +1,4 @@
-"""Which kernel computes a product on WebGPU, and in which tiles: from sizes and limits alone, so that bits are repeatable."""
+"""Which kernel computes a product on WebGPU, and in which tiles: from sizes and limits alone."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def plan_for(capabilities: Capabilities, m: int, n: int, k: int, batch: int, cut
 
 def part_of(k: int, parts: int, step: int) -> int:
     """Products of each of about so many parts: whole steps, or all of them."""
-    return k if parts == 1 else min(k, -(-(-(-k // parts)) // step) * step)
+    wanted = -(-k // parts)
+    return k if parts == 1 else min(k, -(-wanted // step) * step)
 
 
 def _cost(plan: Plan, m: int, n: int, k: int, batch: int) -> float:
