@@ -6,8 +6,9 @@ from itertools import product
 
 import pytest
 import torch
+from webgpu_tint import compile_with_tint
 
-from headwise.backends.webgpu import matmul, matmul_plans, runtime
+from headwise.backends.webgpu import matmul, matmul_plans, runtime, shaders
 from headwise.backends.webgpu.matmul_plans import Plan, Rows, Tile
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -92,3 +93,23 @@ def test_plans_of_a_large_gpu():
         assert part % tile.step == 0
         assert matmul_plans.plan_for(gpu, m, n, k, 1, False).part == k
     assert matmul_plans.plan_for(gpu, 128, 128, 64, 1, True).part == 64
+
+
+def test_the_tiles_of_large_gpus_compile_under_naga_and_tint():
+    """Software never runs them."""
+    gpu = runtime.device().gpu
+    of_all = {"a": "f32", "b": "bf16", "out": "f32"}
+    for i, tile in enumerate(matmul_plans._TILES):
+        variant = {
+            **of_all, "bias": "f32" if i % 2 else "", "a_along": "mk"[i % 2], "b_along": "kn"[i % 2], "a_vectors": True,
+            "b_vectors": i != 1, "out_vectors": i != 2, "adds": i == 3, "batched": i == 4, "splits": i == 5,
+            "tile": tile[:5], "stages": tile.stages, "chain": 512 if i < 3 else 0,
+        }  # fmt: skip
+        gpu.create_shader_module(code=shaders.render("matmul", **variant).text)
+        text = shaders.render("matmul", dialect=shaders.TINT, **variant).text
+        compile_with_tint(text, floor=tile.memory <= 16384)
+    for rows, along_k in product(range(1, matmul_plans.MOST_ROWS + 1), (False, True)):
+        plan = matmul_plans.rows_for(rows, 4096, along_k)
+        of_rows = {**of_all, "bias": "f16", "b_along": "k" if along_k else "n", "splits": False, **plan._asdict()}
+        gpu.create_shader_module(code=shaders.render("matmul_rows", **of_rows).text)
+        compile_with_tint(shaders.render("matmul_rows", dialect=shaders.TINT, **of_rows).text, floor=True)

@@ -183,7 +183,7 @@ def _few_rows(device: Device, a: Region, b: Region, out: Region, bias: Region | 
     (m, k), n = a.shape[-2:], b.shape[-1]
     along_k = not _along_rows(b)
     whole = _lines_of_vectors(b, 1 if along_k else 0) and out.contiguous and out.offset % 4 == 0 and n % 4 == 0
-    if len(a.shape) > 2 or m > matmul_plans.MOST_ROWS or not whole or (bias is not None and bias.offset % 4):
+    if len(a.shape) > 2 or m > matmul_plans.MOST_ROWS or k == 0 or not whole or (bias is not None and bias.offset % 4):
         return False
     if not _along_rows(a) or (along_k and not _lines_of_vectors(a, 0)):
         a = copies.copied(device, a)

@@ -98,9 +98,9 @@ def plan_for(capabilities: Capabilities, m: int, n: int, k: int, batch: int, cut
 
 
 def part_of(k: int, parts: int, step: int) -> int:
-    """Products of each of about so many parts: whole steps, or all of them."""
+    """Products of each of about so many parts: whole steps, or all of them; one at least."""
     wanted = -(-k // parts)
-    return k if parts == 1 else min(k, -(-wanted // step) * step)
+    return max(1, k if parts == 1 else min(k, -(-wanted // step) * step))
 
 
 def _cost(plan: Plan, m: int, n: int, k: int, batch: int) -> float:
