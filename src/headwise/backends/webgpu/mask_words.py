@@ -76,7 +76,9 @@ def packed_mask(device: Device, given: Region) -> PackedMask:
     for source, target, before in _pieces(device, mask, packed.words):
         entries, blocks = target.shape[0] * target.shape[1], target.shape[2]
         of_source, of_target = source.broadcast_strides, target.broadcast_strides
-        parameters = (target.shape[1], blocks, source.shape[2], before, keys, *of_source, width, some, states, *of_target[:3])
+        parameters = (
+            target.shape[1], blocks, source.shape[2], before, keys, *of_source, width, some, states, *of_target[:3],
+        )  # fmt: skip
         device.run(kernel, entries * blocks * states, parameters, mask=source, words=target)
     return packed
 
@@ -88,8 +90,10 @@ def _widths(keys: int) -> tuple[int, int]:
 
 
 def _pieces(device: Device, mask: Region, words: Region) -> Iterator[tuple[Region, Region, int]]:
-    """The mask, its words, and 0; or as many blocks of one head as a kernel may bind of both. Where that is not even one: some
-    of its queries, and how many came before them."""
+    """The mask, its words, and 0; or as many blocks of one head as a kernel may bind of both.
+
+    Where that is not even one: some of its queries, and how many came before them.
+    """
     if copies.fits(device, mask) and copies.fits(device, words):
         yield mask, words, 0
         return
