@@ -36,7 +36,7 @@ LINES = (
     Line("attention bf16", ("hopper",), "H200", r"^attention D", "", "cuDNN", _MASKED),
     Line("attention bf16", ("hopper",), "H200", r"^attention D", "", "FA4", _MASKED),
     Line("attention bf16", ("cuda",), "H200", r"^attention D", "", "FA2"),
-    Line("mask or bias, bf16, D 128", ("hopper", "cuda"), "H200", "", _MASKED, FASTEST),
+    Line("mask or bias, bf16, D 64 and 128", ("hopper", "cuda"), "H200", "", _MASKED, FASTEST),
     Line("attention float32", ("cuda",), "H200", r"^attention float32", "", "SDPA efficient"),
     Line("decoding, CUDA graphs", ("cuda",), "H200", r"^decode as CUDA graphs", "", "cuDNN"),
     Line("norms, softmax, losses, rope, glu", ("cuda",), "H200", _TRAINING, "", "PyTorch"),

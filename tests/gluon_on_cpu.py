@@ -401,6 +401,8 @@ _GL = {
     "cdiv": lambda a, b: (a + (b - 1)) // b if isinstance(a, Value) or isinstance(b, Value) else -(-a // b),
     "max": lambda x, axis: Value(x.x.amax(axis)), "sum": lambda x, axis: Value(x.x.sum(axis, dtype=x.dtype)),
     "exp2": lambda x: Value(torch.exp2(x.x)), "log2": lambda x: Value(torch.log2(x.x)),
+    "split": lambda x: tuple(Value(half) for half in x.x.unbind(-1)),
+    "join": lambda a, b: Value(torch.stack((a.x, b.x), -1)),
     "convert_layout": lambda x, layout, assert_trivial=False: x,
     "associative_scan": lambda x, axis, combine: Value(x.x.cumsum(axis, dtype=x.dtype)),
     "inline_asm_elementwise": _assembly,
@@ -415,6 +417,7 @@ _NAMES = {
         init=_init, expect=_expect, arrive=_arrive, wait=_wait, MBarrierLayout=lambda: "barriers"
     ),
     "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait, "load_tile": _load_tile, "store_tile": _store_tile,
+    "reciprocal": lambda x: Value(1.0 / x.x), "log2": lambda x: Value(torch.log2(x.x)),
     "wait_for_stores": _wait_for_stores, "fence_async_shared": _nothing, "thread_barrier": _nothing,
 }  # fmt: skip
 

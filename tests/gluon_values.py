@@ -123,8 +123,8 @@ def where(condition: Any, a: Any, b: Any) -> Value:
     return Value(torch.where(condition, a, b))
 
 
-def pair(function: Callable[..., Any]) -> Callable[[Any, Any], Value]:
-    def apply(a: Any, b: Any) -> Value:
+def pair(function: Callable[..., Any]) -> Callable[..., Value]:
+    def apply(a: Any, b: Any, propagate_nan: Any = None) -> Value:
         a, b = torch.as_tensor(plain(a)), torch.as_tensor(plain(b))
         return Value(function(a, b))
 

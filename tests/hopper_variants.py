@@ -25,12 +25,12 @@ from torch import Tensor
 
 from headwise.arguments import split
 from headwise.backends.triton.gpu import KNOWN
-from headwise.backends.triton.hopper import new_tiles
 from headwise.backends.triton.hopper.attention_backward import backward
 from headwise.backends.triton.hopper.attention_forward import forward
 from headwise.backends.triton.hopper.coverage import (
     BACKWARD,
     FORWARD,
+    FORWARD_UNEQUAL,
     biased_tile,
     masked_tile,
 )
@@ -156,11 +156,11 @@ def _variants() -> dict[str, tuple[Any, Any]]:
         BACKWARD, (False, True), BANDS.items(), (False, True), (True, False), (False, True)
     ):
         flags = flags._replace(deterministic=ordered, softcap=30.0 if cap else 0.0)
-        args = attention(of.width, flags, batch=1, group=4 if grouped else 1, packed=2 if packed else None)
-        name = f"backward {of.width} {'packed' if packed else 'dense'} {band}"
+        args = attention(of.d0 + of.d1, flags, batch=1, group=4 if grouped else 1, packed=2 if packed else None)
+        name = f"backward {of.d0 + of.d1} {'packed' if packed else 'dense'} {band}"
         name += " grouped" * grouped + " any order" * (not ordered) + " cap" * cap
         made[name] = backward, gradients_of(args)
-    made |= _new_variants()
+    made |= _unequal()
     seen, float32 = meta(4096, 4096, dtype=torch.bool), torch.float32
     scores: dict[str, dict[str, Tensor]] = {
         "mask": {"mask": seen},
@@ -181,21 +181,14 @@ def _variants() -> dict[str, tuple[Any, Any]]:
     return made
 
 
-def _new_variants() -> dict[str, tuple[Any, Any]]:
-    """Those of the tiles that have not run on a GPU."""
+def _unequal() -> dict[str, tuple[Any, Any]]:
+    """Values narrower than keys."""
     made: dict[str, tuple[Any, Any]] = {}
-    for (name, new), (band, flags), packed in itertools.product(
-        {**new_tiles.FORWARD, **new_tiles.BACKWARD}.items(), BANDS.items(), (False, True)
-    ):
-        value_dim = None if new.value_dims is None else new.value_dims[1]
-        args = attention(
-            new.head_dims[1], flags, batch=1, packed=2 if packed else None, value_dim=value_dim
-        )  # fmt: skip
-        name += f" {'packed' if packed else 'dense'} {band}"
-        if isinstance(new, new_tiles.NewForward):
-            made[name] = functools.partial(forward, tile=new.row.tile), args
-        else:
-            made[name] = functools.partial(backward, tile=new.tile), gradients_of(args)
+    for (band, flags), packed in itertools.product(BANDS.items(), (False, True)):
+        args = attention(192, flags, batch=1, packed=2 if packed else None, value_dim=128)
+        name = f"192/128 {'packed' if packed else 'dense'} {band}"
+        made[f"forward {name}"] = functools.partial(forward, tile=FORWARD_UNEQUAL), args
+        made[f"backward {name}"] = backward, gradients_of(args)
     return made
 
 

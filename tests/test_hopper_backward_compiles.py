@@ -20,7 +20,7 @@ SHARED_MEMORY = KNOWN["sm_90"].shared_memory
 CALLS = [
     "64 dense causal", "64 dense window", "64 dense window cap", "128 dense full", "128 dense full any order",
     "128 dense causal", "128 dense causal grouped", "128 packed causal", "192 packed causal grouped", "256 dense full",
-    "256 dense causal any order", "256 dense window cap", "64 mask full", "128 mask full", "256 mask causal",
+    "256 dense window cap", "80 dense causal", "192/128 dense causal", "64 mask full", "128 mask full", "256 mask causal",
     "128 bias full", "128 bias of keys and mask window",
 ]  # fmt: skip
 
@@ -160,6 +160,7 @@ def test_what_the_backward_takes_and_why_it_takes_no_more():
     assert covered(64, CAUSAL, length=4097, keys=5000, heads=32, group=4, batch=1) is None
     assert covered(80) is None
     assert "v has" in covered(80, v=meta(2, 16, 4096, 96))
+    assert covered(192, CAUSAL, v=meta(2, 16, 4096, 128)) is None
     assert "caps" in covered(flags=FULL._replace(softcap=1e4))
     assert "caps" in covered(flags=FULL._replace(softcap=1e-4))
     assert "bfloat16" in covered(dtype=torch.float32)
@@ -183,7 +184,8 @@ def test_what_the_backward_takes_and_why_it_takes_no_more():
 
 def test_every_width_has_a_tile():
     assert [backward_tile(d, False).width for d in (8, 64, 72, 128, 136, 256)] == [64, 64, 128, 128, 192, 256]
-    assert all(backward_tile(tile.width, True).rows == 64 for tile in BACKWARD)
+    assert [backward_tile(d, False).d1 for d in (64, 72, 80, 88, 96, 104)] == [0, 16, 16, 32, 32, 0]
+    assert all(backward_tile(tile.d0 + tile.d1, True).rows == 64 for tile in BACKWARD)
 
 
 def test_heads_go_side_by_side_in_groups_of_one_size():

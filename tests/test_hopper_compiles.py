@@ -22,12 +22,12 @@ SHARED_MEMORY = KNOWN["sm_90"].shared_memory
 # Every tile and every flag at least once, the common calls of each.
 CALLS = [
     "64 (192x128) dense full", "64 (192x128) dense causal", "64 (192x128) packed causal", "64 (192x128) lengths full",
-    "64 (128x128) dense full", "64 (128x128) packed full", "64 (128x64) dense causal", "64 (128x64) packed causal",
+    "64 (128x128) dense full", "64 (128x128) packed full", "64 (128x64) dense causal", "80 (128x128) dense causal",
     "64 (256x64) dense full", "64 (256x64) dense causal", "64 (256x64) packed causal", "96 (128x128) dense causal",
     "128 (128x128) dense full", "128 (128x128) dense causal", "128 (128x128) packed full", "128 (128x128) packed causal",
     "128 (128x128) dense window cap sink", "128 (128x128) packed window cap sink", "128 (128x128 keys first) dense full",
-    "128 (128x64) dense causal", "128 (128x64) packed causal", "192 (128x64) dense causal", "256 (128x64) dense causal",
-    "256 (128x64) packed causal", "256 (128x64) lengths left", "64 mask causal", "128 mask full",
+    "128 (128x64) dense causal", "192 (128x64) dense causal", "192/128 dense causal", "256 (128x64) dense causal",
+    "256 (128x64) lengths left", "64 mask causal", "128 mask full",
     "128 mask of queries window", "64 bias full", "128 bias of keys and mask window",
 ]  # fmt: skip
 
@@ -201,6 +201,8 @@ def test_calls_that_are_not_covered_say_why():
     assert "no kv_starts yet" in reason(kv_starts=meta(2, dtype=torch.int32))
     assert reason(lengths=True) is None
     assert "one head dim" in reason(v=meta(2, 8, 1000, 64))
+    assert reason(dim=192, v=meta(2, 8, 1000, 128)) is reason(dim=144, v=meta(2, 8, 1000, 80)) is None
+    assert "no mask beside v" in reason(dim=192, v=meta(2, 8, 1000, 128), mask=mask)
     assert "multiples of 8" in reason(dim=100)
     assert "up to 256" in reason(dim=264)
     assert "fewer than 128 tiles" in reason(length=500)

@@ -21,35 +21,29 @@ from headwise.backends.triton.hopper import (
     coverage,
     forward_kernel,
     forward_producer,
-    new_tiles,
 )
 from headwise.ops.attention._arguments import Attention, AttentionBackward, Flags, Packing
 
 
 class Shape(NamedTuple):
-    """Heads of a tile, by name: of q and k, and of v."""
+    """Head dims of q and k, and of v."""
 
-    tile: str
     dim: int
     value_dim: int
 
 
-NEW = [Shape("80", 80, 80), Shape("160", 160, 160), Shape("192/128", 192, 128)]
-NEW_BACKWARD = [*NEW, Shape("96", 96, 96)]
-PADDED = [Shape("80", 72, 72), Shape("160", 136, 136), Shape("192/128", 168, 96), Shape("192/128", 184, 120)]
+SHAPES = [Shape(80, 80), Shape(160, 160), Shape(192, 128)]
+BACKWARD_SHAPES = [Shape(80, 80), Shape(160, 160), Shape(192, 128), Shape(96, 96)]
+PADDED = [Shape(72, 72), Shape(136, 136), Shape(168, 96), Shape(184, 120)]
 WINDOWS = {"full": (None, None), "causal": (None, 0), "window": (60, 20)}
 
 
 def forward_tile(shape):
-    name = f"forward {shape.tile}"
-    if name in new_tiles.FORWARD:
-        return new_tiles.FORWARD[name].row.tile
-    return next(row for row in coverage.FORWARD if shape.dim <= row.widest).tile
+    return coverage.forward_tile(shape.dim, 4096, False, False, 9999, 132, shape.value_dim)
 
 
 def backward_tile(shape):
-    name = f"backward {shape.tile}"
-    tile = new_tiles.BACKWARD[name].tile if name in new_tiles.BACKWARD else coverage.backward_tile(shape.dim, False)
+    tile = coverage.backward_tile(shape.dim, False, value_dim=shape.value_dim)
     return tile._replace(unordered_from=0, banded_unordered_from=0)
 
 
@@ -142,19 +136,19 @@ def check_backward(given, tile, seed=0):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("shape", NEW, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward(shape, window):
     given = dense(shape, WINDOWS[window], sink=window == "causal", keys=200 if window == "full" else 230)
     check_forward(given, forward_tile(shape))
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("shape", [Shape("64", 64, 64), Shape("128", 128, 128)], ids=str)
-def test_forward_in_tiles_that_have_run(shape, window):
+@pytest.mark.parametrize("shape", [Shape(64, 64), Shape(128, 128)], ids=str)
+def test_forward_of_heads_in_one_piece(shape, window):
     check_forward(dense(shape, WINDOWS[window]), forward_tile(shape))
 
 
-@pytest.mark.parametrize("shape", [NEW[0], NEW[2]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
 def test_forward_with_lengths_and_a_cap(shape):
     given = dense(shape, (None, None), batch=4, cap=7.0)
     lengths = torch.tensor([230, 0, 129, 64])
@@ -166,31 +160,31 @@ def test_forward_with_lengths_and_a_cap(shape):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("shape", [NEW[0], NEW[2]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
 def test_packed_forward(shape, window):
     check_forward(packed(shape, WINDOWS[window], sink=window == "window"), forward_tile(shape))
 
 
 @pytest.mark.parametrize(("window", "deterministic"), [("full", False), ("causal", True), ("window", True)])
-@pytest.mark.parametrize("shape", NEW_BACKWARD, ids=str)
+@pytest.mark.parametrize("shape", BACKWARD_SHAPES, ids=str)
 def test_backward(shape, window, deterministic):
     given = dense(shape, WINDOWS[window], sink=window == "causal", deterministic=deterministic)
     check_backward(given, backward_tile(shape))
 
 
 @pytest.mark.parametrize("window", ["full", "causal"])
-@pytest.mark.parametrize("shape", [Shape("128", 128, 128), Shape("256", 256, 256)], ids=str)
-def test_backward_in_tiles_that_have_run(shape, window):
+@pytest.mark.parametrize("shape", [Shape(128, 128), Shape(256, 256)], ids=str)
+def test_backward_of_other_heads(shape, window):
     check_backward(dense(shape, WINDOWS[window]), backward_tile(shape))
 
 
 @pytest.mark.parametrize("window", ["causal", "window"])
-@pytest.mark.parametrize("shape", [NEW_BACKWARD[i] for i in (0, 2, 3)], ids=str)
+@pytest.mark.parametrize("shape", [BACKWARD_SHAPES[i] for i in (0, 2, 3)], ids=str)
 def test_packed_backward(shape, window):
     check_backward(packed(shape, WINDOWS[window], sink=window == "window"), backward_tile(shape))
 
 
-@pytest.mark.parametrize("shape", [NEW_BACKWARD[i] for i in (2, 3)], ids=str)
+@pytest.mark.parametrize("shape", [BACKWARD_SHAPES[i] for i in (2, 3)], ids=str)
 def test_float16_and_a_cap(shape):
     given = dense(shape, (None, 0), cap=7.0, dtype=torch.float16)
     check_forward(given, forward_tile(shape))
@@ -207,7 +201,7 @@ def test_heads_that_do_not_fill_their_tile(shape, window):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", NEW_BACKWARD, ids=str)
+@pytest.mark.parametrize("shape", BACKWARD_SHAPES, ids=str)
 def test_many_orders_and_the_same_bits_in_all(shape):
     given = dense(shape, (None, 0), rows=200, keys=200, heads=4, key_heads=2)
     first = gradients(given, backward_tile(shape))
@@ -217,39 +211,15 @@ def test_many_orders_and_the_same_bits_in_all(shape):
         check_forward(given, forward_tile(shape), seed)
 
 
-@pytest.mark.parametrize("shape", NEW_BACKWARD, ids=str)
-def test_calls_take_a_new_tile_where_it_is_tried(shape, monkeypatch):
-    for name in ("LEAST_TILES", "LEAST_QUERIES"):
-        monkeypatch.setattr(coverage, name, 0)
-    given = dense(shape, (None, 0), rows=70, keys=70)
-    names = f"forward {shape.tile}", f"backward {shape.tile}"
-    names = tuple(name for name in names if name in new_tiles.ALL)
-
-    def takes():
-        forward = attention_forward._chosen_tile(OnCpu(0), given.call)
-        backward = coverage.backward_tile(shape.dim, False, value_dim=shape.value_dim)
-        return forward, backward._replace(unordered_from=0, banded_unordered_from=0)
-
-    unequal = shape.dim != shape.value_dim
-    if unequal:
-        for covers in (coverage.covers_forward, coverage.covers_backward):
-            assert "has not run on a GPU yet" in covers(given.call)
-        monkeypatch.setattr(
-            new_tiles, "BACKWARD",
-            {n: new._replace(tile=new.tile._replace(least_tiles=0)) for n, new in new_tiles.BACKWARD.items()},
-        )  # fmt: skip
-    with new_tiles.trying(*names):
-        assert takes()[1]._replace(least_tiles=0) == backward_tile(shape)._replace(least_tiles=0)
-        if f"forward {shape.tile}" in names:
-            assert takes()[0] == forward_tile(shape)
-        if unequal:
-            assert coverage.covers_forward(given.call) is coverage.covers_backward(given.call) is None
-            mask = torch.ones(70, 70, dtype=torch.bool)
-            assert "no mask beside v of another" in coverage.covers_forward(given.call._replace(mask=mask))
-    if not unequal:
-        assert takes() != (forward_tile(shape), backward_tile(shape))
-    with pytest.raises(KeyError, match="no new tiles are called"), new_tiles.trying("forward 81"):
-        pass
+def test_masks_and_biases_take_tiles_that_can_read_them():
+    for dim in (72, 80, 96):
+        assert coverage.backward_tile(dim, False).d1 > 0
+        for given in ({"masked": True}, {"biased": True}):
+            assert coverage.backward_tile(dim, False, **given).d1 == 0
+    shape = SHAPES[2]
+    call = dense(shape, (None, 0), rows=70, keys=70).call._replace(mask=torch.ones(70, 70, dtype=torch.bool))
+    for covers in (coverage.covers_forward, coverage.covers_backward):
+        assert "no mask beside v of another" in covers(call)
 
 
 # What this finds: each of these takes away something that a kernel waits for.
@@ -271,13 +241,13 @@ def nothing(*_, **__):
 
 @pytest.mark.parametrize(("module", "name"), [(forward_producer, "wait_empty"), (forward_kernel, "wait_full")])
 def test_a_forward_that_does_not_wait_is_found(module, name, monkeypatch):
-    shape = NEW[2]
+    shape = SHAPES[2]
     given = dense(shape, (None, 0), batch=1)
     monkeypatch.setattr(module, name, nothing)
     assert fails(given, forward_tile(shape))
 
 
-@pytest.mark.parametrize("shape", [NEW_BACKWARD[i] for i in (2, 3)], ids=str)
+@pytest.mark.parametrize("shape", [BACKWARD_SHAPES[i] for i in (2, 3)], ids=str)
 def test_a_backward_that_does_not_wait_is_found(shape, monkeypatch):
     given = dense(shape, (None, 0), batch=1)
     monkeypatch.setattr(backward_schedule, "wait_empty", nothing)
@@ -285,7 +255,7 @@ def test_a_backward_that_does_not_wait_is_found(shape, monkeypatch):
 
 
 def test_a_kernel_that_waits_for_ever_is_found(monkeypatch):
-    given = dense(NEW[2], (None, 0), batch=1)
+    given = dense(SHAPES[2], (None, 0), batch=1)
     monkeypatch.setattr(forward_producer, "_load_values", lambda *args: args[3])
     with pytest.raises(Deadlock, match="nobody can go on"):
-        check_forward(given, forward_tile(NEW[2]))
+        check_forward(given, forward_tile(SHAPES[2]))

@@ -18,7 +18,7 @@ _LABELS = {"met": "target met", "missed": "target missed", "not judged": "not ju
 _MARKERS = {"o": "●", "s": "■", "D": "◆", "^": "▲", "v": "▼", "P": "✚"}  # of a group's peers, and as text
 _LINE_INCHES, _TITLE_INCHES, _COLUMN_INCHES = 0.25, 0.5, 9.5
 _MOST_LINES = 50  # of one column of panels
-_FIGURE_POINTS = 62  # from one column of figures to the next
+_FIGURE_POINTS = 68  # from one column of figures to the next
 
 
 @dataclass(frozen=True)

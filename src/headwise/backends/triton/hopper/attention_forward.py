@@ -123,7 +123,8 @@ def _chosen_tile(gpu: Gpu, args: Attention) -> ForwardTile:
         sequences = args.packing.cu_q.shape[0] - 1
         length = min(args.packing.max_q, -(-length // max(sequences, 1)))
     return forward_tile(
-        q.shape[3], length, args.packing is not None, banded, tiles_in_all(q), gpu.multiprocessors, v.shape[3]
+        q.shape[3], length, args.packing is not None, banded, tiles_in_all(q), gpu.multiprocessors, v.shape[3],
+        capped=args.flags.softcap > 0,
     )  # fmt: skip
 
 

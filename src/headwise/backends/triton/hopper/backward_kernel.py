@@ -42,6 +42,7 @@ from headwise.backends.triton.hopper.backward_math import (
     only_seen,
     opaque_zero,
     score_gradients,
+    slope_of,
     wait_for_consumers,
     weights_of,
 )
@@ -158,6 +159,7 @@ def _step(
     """
     BM: gl.constexpr = X.rows
     PIECES: gl.constexpr = 2 if X.d1 > 0 else 1
+    LATE_SLOPE: gl.constexpr = X.has_cap and X.d0 == 128  # no registers keep it
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X.d0, 16])
     LEFT_OPERAND: gl.constexpr = gl.DotOperandLayout(0, DK_LAYOUT, 2)
@@ -188,7 +190,9 @@ def _step(
     if X.bias_rows > 0:
         bias = buffers.bias.index(stage).reshape([X.bias_rows, X.keys]).slice(HALF * 64, 64, dim=1)
         lse = lse - bias.permute((1, 0)).load(S_LAYOUT).to(gl.float32) * LOG2E
-    p = weights_of(products, lse, call, X)
+    p, slope = weights_of(products, lse, call, X)
+    if X.has_cap and not LATE_SLOPE:
+        slope = slope.to(q0.dtype)  # half the registers; dS is rounded as much
     if MASKED:
         if X.masked:
             p = only_visible(p, listed.words, 0.0)
@@ -197,8 +201,10 @@ def _step(
     p_16 = gl.convert_layout(p.to(q0.dtype), LEFT_OPERAND)
     dv_started = _issue_gradient(p_16, do0, do1, dv, X)
     dp = warpgroup_mma_wait(PIECES, [dp_started])
-    delta, lse = buffers.delta.index(stage).load(S_LAYOUT), buffers.lse.index(stage).load(S_LAYOUT)
-    ds_16 = score_gradients(p, dp, delta, lse, call, X).to(q0.dtype)
+    delta = buffers.delta.index(stage).load(S_LAYOUT)
+    if LATE_SLOPE:
+        slope = slope_of(p, buffers.lse.index(stage).load(S_LAYOUT), call, X)
+    ds_16 = score_gradients(p, dp, delta, slope, X).to(q0.dtype)
     ds_buffer = ds_s.index(step % 2)
     ds_buffer.slice(HALF * 64, 64, dim=0).store(ds_16)
     ds_operand = gl.convert_layout(ds_16, LEFT_OPERAND)

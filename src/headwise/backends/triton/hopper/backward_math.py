@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from headwise.backends.triton.hopper.gluon_names import gl, gluon
+from headwise.backends.triton.hopper.gluon_names import gl, gluon, log2, reciprocal
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
 def weights_of(products, lse, call, X: gl.constexpr):
-    """P of a block, transposed, from the products q·k, as if every query saw every key."""
+    """P of a block, transposed, from the products q·k, as if every query saw every key; and the slope of the cap, or 1."""
     if X.has_cap:
-        # tanh(u) = 1 - 2 / (1 + exp(2u)); score_scale is 2 log2(e) scale / cap here.
-        logits = call.softcap - (2.0 * call.softcap) / (1.0 + gl.exp2(products * call.score_scale))
-        return gl.exp2(logits - lse)
+        # With y = 1 / (1 + exp(2u)), tanh(u) is 1 - 2y and its slope 4y (1 - y); score_scale is 2 log2(e) scale / cap here.
+        y = reciprocal(1.0 + gl.exp2(products * call.score_scale))
+        return gl.exp2(call.softcap - 2.0 * call.softcap * y - lse), 4.0 * (y - y * y)
     else:
-        return gl.exp2(products * call.score_scale - lse)
+        return gl.exp2(products * call.score_scale - lse), 1.0
+
+
+@gluon.jit
+def slope_of(p, lse, call, X: gl.constexpr):
+    """The slope of the cap from the logit that gave P, or 1."""
+    if X.has_cap:
+        t = (log2(p) + lse) * (1.0 / call.softcap)
+        return gl.where(p > 0.0, 1.0 - t * t, 0.0)
+    else:
+        return 1.0
 
 
 @gluon.jit
@@ -34,13 +44,11 @@ def only_seen(p, block, low, tile, call, X: gl.constexpr):
 
 
 @gluon.jit
-def score_gradients(p, dp, delta, lse, call, X: gl.constexpr):
+def score_gradients(p, dp, delta, slope, X: gl.constexpr):
     """dS = P (dP - delta), times the slope of the cap."""
     ds = p * (dp - delta)
     if X.has_cap:
-        # The slope from the logit that gave p: it costs less to take the logarithm than to keep the tanh.
-        t = (gl.log2(gl.where(p > 0.0, p, 1.0)) + lse) / call.softcap
-        ds = gl.where(p > 0.0, ds * (1.0 - t * t), 0.0)
+        ds = ds * slope.to(gl.float32)
     return ds
 
 

@@ -29,6 +29,7 @@ from headwise.backends.triton.hopper.backward_math import (
     only_seen,
     opaque_zero,
     score_gradients,
+    slope_of,
     wait_for_consumers,
     weights_of,
 )
@@ -148,7 +149,7 @@ def _weigh_step(products, dv0, dv1, step, block, partly, words, more, buffers, h
     """A step of `weigh`. ``partly``: some queries of the block do not see some of the keys; ``words``: of a mask."""
     SCORE_PRODUCTS: gl.constexpr = 2 if X.d1 > 0 else 1
     stage = step % X.stages
-    p = weights_of(products, buffers.lse.index(stage).load(_SCORES), call, X)
+    p, _ = weights_of(products, buffers.lse.index(stage).load(_SCORES), call, X)
     if partly:
         if X.masked:
             p = only_visible(p, words, 0.0)
@@ -251,7 +252,7 @@ def _derive(dk_desc, buffers, handoff, mailbox, call, X: gl.constexpr):
                 wait_full(handoff.p_full, step, 1)
                 p = from_fragment_order(handoff.p.load(in_fragment_order(dp).type.layout), _SCORES)
                 delta, lse = buffers.delta.index(stage).load(_SCORES), buffers.lse.index(stage).load(_SCORES)
-                ds_16 = score_gradients(p, dp, delta, lse, call, X).to(buffers.q.dtype)
+                ds_16 = score_gradients(p, dp, delta, slope_of(p, lse, call, X), X).to(buffers.q.dtype)
                 mbarrier.arrive(handoff.p_empty.index(0))
                 mbarrier.arrive(buffers.do_empty.index(stage))
                 wait_empty(handoff.ds_empty, step, X.stages)

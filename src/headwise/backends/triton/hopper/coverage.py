@@ -5,14 +5,12 @@ Nothing heavy is imported here: `headwise explain` asks the same questions witho
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from headwise import layout
-from headwise.backends.triton.hopper import new_tiles
 from headwise.backends.triton.hopper.tiles import BackwardTile, ForwardRow, ForwardTile
 
 if TYPE_CHECKING:
@@ -34,30 +32,39 @@ LEAST_QUERIES = 128
 WIDEST_BIASED = 128
 LONGEST_MASK = 2**21 - 64  # blocks of 64, whose numbers have 15 bits in the backward
 
-# A head dim works in the first row that holds it: elements past it are read as zeros and not written. 96 and 192 are two
-# pieces (64 + 32, 128 + 64): a quarter less arithmetic than padding to 128 and 256. Measured on an H200 with 16384 tokens
-# and 2048 = heads · head dim; docs/hopper-attention.md has the figures.
+# A head dim works in the first row that holds it: elements past it are read as zeros and not written. 80, 96, 160 and 192
+# are two pieces (64 + 16, 64 + 32, 128 + 32, 128 + 64): padding 96 to 128 is a third more arithmetic. Measured
+# on an H200 with 16384 tokens; docs/hopper-attention.md has the figures.
 _64_THREE = ForwardTile(3, 128, 64, 0, 64, 0, 4, 4, 2, ahead=2)
 _64_TWO = ForwardTile(2, 128, 64, 0, 64, 0, 4, 4, 2, ahead=2)
 _64_SHORT = ForwardTile(2, 64, 64, 0, 64, 0, 8, 8, 2, ahead=2)
 _64_FOUR = ForwardTile(4, 64, 64, 0, 64, 0, 6, 6, 2, ahead=2)
+_80 = ForwardTile(2, 128, 64, 16, 64, 16, 3, 3, 2, ahead=2)
 _96 = ForwardTile(2, 128, 64, 32, 64, 32, 2, 3, 2)
 _128 = ForwardTile(2, 128, 128, 0, 128, 0, 2, 2, 2, ahead=2)
 _128_SHORT = ForwardTile(2, 64, 128, 0, 128, 0, 4, 4, 2, ahead=2)
+_160 = ForwardTile(2, 64, 128, 32, 128, 32, 2, 2, 2)
 _192 = ForwardTile(2, 64, 128, 64, 128, 64, 2, 2, 1)
 _256 = ForwardTile(2, 64, 128, 128, 128, 128, 2, 2, 1, one_o=True)
 FORWARD: tuple[ForwardRow, ...] = (
     ForwardRow(64, _64_THREE, _64_TWO, _64_SHORT, _64_TWO, _64_FOUR),
+    ForwardRow(80, _80, _80, _80, _80),
     ForwardRow(96, _96, _96, _96, _96),
     ForwardRow(128, _128, _128._replace(keys_first=True), _128_SHORT, _128, banded_up_to=1024),
+    ForwardRow(160, _160, _160, _160, _160),
     ForwardRow(192, _192, _192, _192, _192),
     ForwardRow(256, _256, _256, _256, _256),
 )
+# For values narrower than keys, of these head dims. 128 keys at once leave room for half of the output: it leaves in two
+# pieces.
+UNEQUAL, UNEQUAL_VALUES = range(136, 193), range(72, 129)
+FORWARD_UNEQUAL = ForwardTile(2, 128, 128, 64, 64, 64, 2, 2, 1, one_o=True, keys_first=True)
+# With a mask: two warpgroups, so that its bits find registers.
+_MASKED = {64: _64_TWO, 96: _96, 128: _128, 192: _192, 256: _256}
 
 
 def masked_tile(head_dim: int) -> ForwardTile:
-    """With a mask: two warpgroups, so that its bits find registers."""
-    return next(row.few for row in FORWARD if head_dim <= row.widest)
+    return next(tile for widest, tile in _MASKED.items() if head_dim <= widest)
 
 
 # With a bias, whose blocks lie in shared memory as well: for head dims up to so many, and elements of so many bytes.
@@ -95,43 +102,49 @@ def _bias_not_covered(args: Attention) -> str | None:
     return None
 
 
-# Heads work in the first one that is wide enough. Measured on an H200: docs/hopper-attention-backward.md.
+# Heads work in the first one that is wide enough; the two pieces of 80 and 96 read no mask and no bias. Measured on an H200:
+# docs/hopper-attention-backward.md.
 BACKWARD: tuple[BackwardTile, ...] = (
     BackwardTile(128, 128, 64, 64, 0, 64, 0, 2, 2, 16, 2048, 2048),
+    BackwardTile(128, 64, 128, 64, 16, 64, 16, 2, 2, 16, 2048, 512),
+    BackwardTile(128, 64, 128, 64, 32, 64, 32, 2, 2, 16, 2048, 512),
     BackwardTile(128, 64, 128, 128, 0, 128, 0, 2, 2, 16, 2048, 512),
     BackwardTile(64, 64, 192, 128, 64, 128, 64, 2, 1, 128, 2048, 512),
     BackwardTile(64, 64, 256, 128, 128, 128, 128, 2, 1, 128, 2048, 512),
 )
+BACKWARD_UNEQUAL = BackwardTile(64, 64, 192, 128, 64, 128, 0, 2, 1, 128, 2048, 512)
 
 
 def forward_tile(
-    head_dim: int, length: int, packed: bool, banded: bool, tiles: int, processors: int, value_dim: int | None = None
-) -> ForwardTile:
+    head_dim: int, length: int, packed: bool, banded: bool, tiles: int, processors: int, value_dim: int | None = None,
+    *, capped: bool = False,
+) -> ForwardTile:  # fmt: skip
     """For sequences of ``length`` queries (packed ones, on average), ``tiles`` tiles of 128 queries in all.
 
-    value_dim: of v, if not that of q and k.
+    value_dim: of v, if not that of q and k. capped: three warpgroups or more leave too few registers for that.
     """
-    new = new_tiles.FORWARD.get(new_tiles.forward_name(head_dim, value_dim or head_dim) or "")
-    row = new.row if new is not None else next(row for row in FORWARD if head_dim <= row.widest)
+    if value_dim not in (None, head_dim):
+        return FORWARD_UNEQUAL
+    row = next(row for row in FORWARD if head_dim <= row.widest)
     short = length <= (row.banded_up_to if banded else SHORT)
-    if row.wide is not None and length <= (MEDIUM if banded else SHORT) and tiles >= MANY * processors:
+    if row.wide is not None and not capped and length <= (MEDIUM if banded else SHORT) and tiles >= MANY * processors:
         queries = 64 * row.wide.consumers
         padded = -(-length // queries) * queries
         if (not short) if packed else 8 * length >= 7 * padded:
             return row.wide
     if short:
         return row.short_banded if banded else row.short
-    return row.few if tiles < FEW * processors else row.tile
+    return row.few if capped or tiles < FEW * processors else row.tile
 
 
 def backward_tile(
     head_dim: int, capped: bool, biased: bool = False, *, masked: bool = False, value_dim: int | None = None
 ) -> BackwardTile:
     """A cap needs registers that steps of 64 queries leave; a bias needs shared memory. value_dim: as in `forward_tile`."""
-    name = None if biased or masked else new_tiles.backward_name(head_dim, value_dim or head_dim)
-    if name is not None:
-        return new_tiles.BACKWARD[name].tile
-    tile = next(tile for tile in BACKWARD if head_dim <= tile.width)
+    if value_dim not in (None, head_dim):
+        return BACKWARD_UNEQUAL
+    whole = biased or masked
+    tile = next(t for t in BACKWARD if head_dim <= t.d0 + t.d1 and not (whole and t.d0 == 64 and t.d1 > 0))
     if biased:
         return tile._replace(rows=64, kv_stages=2 if tile.width <= 64 else 1)
     return tile._replace(rows=64) if capped else tile
@@ -142,7 +155,7 @@ def covers_forward(args: Attention) -> str | None:
     q, k, _ = heads_outside(args)
     _, _, queries, _ = q.shape
     keys, right, packed = k.shape[2], args.flags.right, args.packing is not None
-    reason = _not_covered(args, FORWARD[-1].widest, new_tiles.forward_name)
+    reason = _not_covered(args, FORWARD[-1].widest)
     if reason is not None:
         return reason
     if args.flags.softcap > _WIDEST_CAP:
@@ -167,7 +180,7 @@ def covers_forward(args: Attention) -> str | None:
 def covers_backward(args: Attention) -> str | None:
     """Why the Hopper backward does not take the gradients of a call; None if it does."""
     q, k, v = heads_outside(args)
-    reason = _not_covered(args, BACKWARD[-1].width, new_tiles.backward_name)
+    reason = _not_covered(args, BACKWARD[-1].width)
     if reason is not None:
         return reason
     if (reason := _bias_not_covered(args)) is not None:
@@ -188,8 +201,8 @@ def covers_backward(args: Attention) -> str | None:
     return None
 
 
-def _not_covered(args: Attention, widest: int, new_tile: Callable[..., str | None]) -> str | None:
-    """What both directions refuse. ``new_tile``: names the new tile that takes such heads, if there is one."""
+def _not_covered(args: Attention, widest: int) -> str | None:
+    """What both directions refuse."""
     q, k, v = heads_outside(args)
     head_dim, value_dim = q.shape[3], v.shape[3]
     if q.dtype not in _DTYPES:
@@ -200,10 +213,11 @@ def _not_covered(args: Attention, widest: int, new_tile: Callable[..., str | Non
     if args.flags.dropout:
         return "it drops no probabilities"
     if value_dim != head_dim:
-        if new_tile(head_dim, value_dim, enabled=False) is None:
-            return f"it needs one head dim, and v has {value_dim} where q has {head_dim}"
-        if new_tile(head_dim, value_dim) is None:
-            return f"its tile for q of {head_dim} and v of {value_dim} has not run on a GPU yet"
+        if head_dim not in UNEQUAL or value_dim not in UNEQUAL_VALUES or value_dim % 8:
+            return (
+                f"it needs one head dim, or {UNEQUAL[0]} to {UNEQUAL[-1]} of q with {UNEQUAL_VALUES[0]} to "
+                f"{UNEQUAL_VALUES[-1]} of v, and v has {value_dim} where q has {head_dim}"
+            )
         if args.mask is not None:
             return "it reads no mask beside v of another head dim than q"
     if head_dim > widest or head_dim % 8:

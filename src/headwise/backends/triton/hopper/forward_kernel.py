@@ -27,13 +27,16 @@ from headwise.backends.triton.hopper.forward_schedule import (
     read_tile,
 )
 from headwise.backends.triton.hopper.forward_scores import (
+    AT_THE_EDGES,
+    AT_THE_END,
+    EVERYWHERE,
     LOG2E,
+    NOWHERE,
     biased,
     capped,
     first_words,
     logit_scale_of,
-    only_in_band,
-    only_seen,
+    shown,
     words_at,
 )
 from headwise.backends.triton.hopper.gluon_names import (
@@ -52,8 +55,6 @@ from headwise.backends.triton.hopper.sequence_rows import store_rows
 from headwise.backends.triton.hopper.variants import constants
 
 LN2 = gl.constexpr(0.6931471805599453)
-# Which blocks of a loop over keys are masked.
-NOWHERE, EVERYWHERE, AT_THE_EDGES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 class Rows(NamedTuple):
@@ -236,15 +237,12 @@ def _first_block(
     X: gl.constexpr,
 ):  # fmt: skip
     """The `Rows` after their first block, whose products are ``s``; ``words``: of a mask."""
+    MASK: gl.constexpr = EVERYWHERE if X.masked or X.has_left or X.has_right or X.cut else AT_THE_END
+    if X.has_cap:
+        s = shown(s, words, block, span, call, MASK, S, X)
     s = biased(capped(s, call, X), shared, blocks, call, C, S, X)
     scale = logit_scale_of(call, X)
-    if X.masked:
-        s = only_seen(s, words, block, span, call, S, X)
-    elif X.has_left or X.has_right or X.cut:
-        s = only_in_band(s, block, span, call, S, X)
-    else:
-        if span.past * X.keys > span.keys:
-            s = only_in_band(s, block, span, call, S, X)
+    s = shown(s, words, block, span, call, MASK, S, X)
     highest = gl.max(s, 1)
     reference = highest * scale
     if X.has_left or X.has_right or X.cut or X.masked or X.bias_rows > 0:
@@ -271,6 +269,7 @@ def _visit(
     highest, total, acc0, acc1, weights = rows
     queries = _queries(shared, q_at, X)
     LISTED: gl.constexpr = X.masked and MASK == EVERYWHERE
+    words = 0
     if LISTED:  # the words of a block, and the entry of the one after it, are loaded a block ahead
         first = span.past - block
         entry = gl.load(span.list_at + LIST_HEADER + first, mask=count > 0, other=0)
@@ -298,17 +297,14 @@ def _visit(
         else:
             s = warpgroup_mma_wait(1, [s_coming])
         mbarrier.arrive(shared.k.empty.index(blocks % X.k_stages))
-        s = biased(capped(s, call, X), shared, blocks, call, C, S, X)
-        scale = logit_scale_of(call, X)
         here = block - 1 - i
         if LISTED:
-            s = only_seen(s, words, listed, span, call, S, X)
-        elif MASK == EVERYWHERE:
-            s = only_in_band(s, here, span, call, S, X)
-        elif MASK == AT_THE_EDGES:
-            edge = (here >= span.whole_past) | (here < span.whole)
-            if edge:
-                s = only_in_band(s, here, span, call, S, X)
+            here = listed
+        if X.has_cap:
+            s = shown(s, words, here, span, call, MASK, S, X)
+        s = biased(capped(s, call, X), shared, blocks, call, C, S, X)
+        scale = logit_scale_of(call, X)
+        s = shown(s, words, here, span, call, MASK, S, X)
         higher = gl.maximum(highest, gl.max(s, 1))
         reference = higher * scale
         if MASK != NOWHERE or X.bias_rows > 0:  # a row may have seen nothing so far

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton.language as tl
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,6 +26,7 @@ thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barr
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 wait_for_stores = tma.store_wait
+propagate_nan = gl.constexpr(tl.PropagateNan.ALL)  # of `gl.minimum`
 
 
 class Members(dict[str, Any]):
@@ -39,6 +41,22 @@ class Members(dict[str, Any]):
                 self.update(Members(value))
             else:
                 self[name] = value.value if isinstance(value, gl.constexpr) else value
+
+
+@gluon.jit
+def reciprocal(x):
+    """To a unit in the last place. A `/` costs four instructions more, for divisors that may be very large."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def log2(x):
+    """To 2⁻²², one instruction where `gl.log2` is a polynomial."""
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -58,7 +76,10 @@ __all__ = [
     "gl",
     "gluon",
     "load_tile",
+    "log2",
     "mbarrier",
+    "propagate_nan",
+    "reciprocal",
     "reinterpret",
     "store_tile",
     "thread_barrier",

@@ -41,7 +41,8 @@ def forward(gpu: Gpu, args: Attention) -> tuple[Tensor, Tensor | None] | None:
     (batch, heads, queries, _), value_dim = args.q.shape, args.v.shape[3]
     banded = args.flags.left >= 0 or args.flags.right >= 0
     tile = forward_tile(
-        args.q.shape[3], queries, True, banded, tiles_in_all(args.q), gpu.multiprocessors, value_dim
+        args.q.shape[3], queries, True, banded, tiles_in_all(args.q), gpu.multiprocessors, value_dim,
+        capped=args.flags.softcap > 0,
     )  # fmt: skip
     results = attention_forward.forward(gpu, as_packed(args, *_offsets(gpu, args)), tile)
     assert results is not None
