@@ -38,7 +38,7 @@ ROOMS = {
     "headwise.nn": Room("nn", "torch.nn modules", 0, 3),
     "headwise.reference": Room("reference", "the oracle", 4, 3),
     "headwise.ops": Room("ops", "what each op means", 1, 4),
-    "headwise.webgpu": Room("webgpu", "arrays, and a device", 3, 4),
+    "headwise.webgpu": Room("webgpu", "arrays, and a device", 3, 1),
     "headwise.backends.registry": Room("backends/registry", "who runs a call", 1, 5),
     "headwise.backends.cpu": Room("backends/cpu", "PyTorch's CPU kernels", 0, 6),
     "headwise.backends.triton": Room("backends/triton", "NVIDIA and AMD GPUs", 1, 6),

@@ -31,15 +31,16 @@ class Line(NamedTuple):
 
 
 _MASKED = r"mask|bias|padding|documents"
+_TRAINING = r"^(rms_norm|other norms|softmax|training ops|linear loss)$"
 LINES = (
     Line("attention bf16", ("hopper",), "H200", r"^attention D", "", "cuDNN", _MASKED),
     Line("attention bf16", ("hopper",), "H200", r"^attention D", "", "FA4", _MASKED),
     Line("attention bf16", ("cuda",), "H200", r"^attention D", "", "FA2"),
-    Line("attention bf16", ("cuda",), "H200", r"^attention D", "", "FlexAttention"),
     Line("mask or bias, bf16, D 64 and 128", ("hopper", "cuda"), "H200", "", _MASKED, FASTEST),
     Line("attention float32", ("cuda",), "H200", r"^attention float32", "", "SDPA efficient"),
     Line("decoding, CUDA graphs", ("cuda",), "H200", r"^decode as CUDA graphs", "", "cuDNN"),
-    Line("norms, softmax, loss, rope, glu", ("cuda",), "H200", r"^(rms_norm|softmax|training ops)$", "", "PyTorch"),
+    Line("norms, softmax, losses, rope, glu", ("cuda",), "H200", _TRAINING, "", "PyTorch"),
+    Line("host cost of small calls", ("cuda",), "H200", r"^host$", "", FASTEST),
     Line("attention, WebGPU", ("webgpu",), "H200", r"^attention (float32|float16)$", "", "ONNX Runtime"),
     Line("attention float32", ("cpu",), "", r"^(attention|grouped|mask|bias)", "", "SDPA"),
 )

@@ -40,10 +40,11 @@ def ops_table(reports: list[dict]) -> str:
     for op in ops:
         lines.append(f"| `{op}` | " + " | ".join(_cell(results.get((op, backend))) for backend in backends) + " |")
     where = "; ".join(_machine(report) for report in reports)
+    empty = any(not _cell(results.get((op, backend))) for op in ops for backend in backends)
     lines += [
         "",
         "A tick: all cases of `headwise check`, forward and backward, in float32, float16 and bfloat16, are within their "
-        f"error budget. An empty cell: not run on that device yet. Run on: {where}.",
+        f"error budget. {'An empty cell: not run on that device yet. ' if empty else ''}Run on: {where}.",
         *(f"{_machine(report)}: {report['note']}" for report in reports if "note" in report),
     ]
     return "\n".join(lines)

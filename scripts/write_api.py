@@ -39,13 +39,23 @@ def tree_of(module: str) -> ast.Module:
 
 
 def exported(module: str) -> list[str]:
-    """Its `__all__`, or all public definitions."""
-    tree = tree_of(module)
+    """Its `__all__`, which may take in that of another module, or all public definitions."""
+    tree, names = tree_of(module), set[str]()
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-            return sorted(name for name in ast.literal_eval(node.value) if not name.startswith("_"))
+            names |= {name for name in ast.literal_eval(node.value) if not name.startswith("_")}
+        elif isinstance(node, ast.AugAssign) and getattr(node.target, "id", "") == "__all__":
+            names |= set(exported(_imported(tree, ast.unparse(node.value).removesuffix(".__all__"))))
+    if names:
+        return sorted(names)
     kinds = (ast.FunctionDef, ast.ClassDef)
     return sorted({node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")})
+
+
+def _imported(tree: ast.Module, name: str) -> str:
+    """The module that is imported under a name."""
+    imports = (node for node in tree.body if isinstance(node, ast.ImportFrom))
+    return next(f"{node.module}.{name}" for node in imports if any(alias.name == name for alias in node.names))
 
 
 def found(module: str, name: str) -> tuple[str, list[ast.stmt]]:
@@ -59,6 +69,8 @@ def found(module: str, name: str) -> tuple[str, list[ast.stmt]]:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
                     return found(node.module, alias.name)
+                if alias.name == "*" and name in exported(node.module):
+                    return found(node.module, name)
     return module, []
 
 

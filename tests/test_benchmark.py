@@ -420,8 +420,8 @@ def test_a_model_of_transformers_is_checked_against_pytorchs_attention(make):
     case = make("tiny", transformers_models.TINY, 2, 40)
     result = run_case(case, replace(models.SUITE, device="cpu", dtype=torch.float32, backend="cpu"), ONCE)
     assert result.status == "ok", result.detail
-    assert not result.absent
-    assert {contender.name for contender in case.contenders()} == {"headwise", transformers_models.SDPA}
+    assert set(result.absent) <= {transformers_models.LIGER}  # needs a GPU
+    assert {m.contender for m in result.measurements} == {"headwise", transformers_models.SDPA}
 
 
 def test_filter_takes_every_word():

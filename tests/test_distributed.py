@@ -18,8 +18,9 @@ from distributed_faults import GRACE, SCENARIOS, TIMEOUT, tells
 from headwise import reference as oracle
 from headwise import testing
 from headwise.benchmark.distributed import Row, judged
-from headwise.distributed import costs
+from headwise.distributed import costs, routes
 from headwise.distributed.blocks import Options, Partial, Plan, Region, Scores, pieces
+from headwise.distributed.groups import fingerprint
 from headwise.distributed.routes import columns_of, route
 from headwise.distributed.shards import Segment, segments
 from headwise.reference.attention import visible_keys
@@ -125,6 +126,21 @@ def _sees(plan, i, j):
     return False
 
 
+def test_a_fingerprint_knows_masks_and_positions_apart():
+    """Of padding and of packed documents, where many differ in few places by small numbers."""
+    lengths = itertools.product(range(1, 10), repeat=3)
+    masks = [torch.arange(9) < torch.tensor(of_rows)[:, None] for of_rows in lengths]
+    borders = itertools.product((False, True), repeat=9)
+    positions = [
+        torch.tensor([i - max((j for j in range(i + 1) if j and starts[j - 1]), default=0) for i in range(10)])
+        for starts in borders
+    ]
+    for given in (masks, positions):
+        assert len({fingerprint(x) for x in given}) == len(given)
+    assert fingerprint(masks[5]) == fingerprint(masks[5].clone())
+    assert fingerprint(torch.zeros(0, dtype=torch.int64)) != fingerprint(None)
+
+
 def test_pieces_are_what_can_be_seen():
     """Every visible pair of a query and a key is in one piece, and no other pair in any; the cost model counts them."""
     draw, straight = random.Random(0), 0
@@ -177,6 +193,17 @@ def test_blocks_go_no_further_than_they_are_seen():
     assert route(plan_of(4, 40, 40, "contiguous", 0, 0)).far == (0, 0, 0, 0)
     documents = tuple(Region(s, s) for s in (Segment(0, 15), Segment(15, 20), Segment(20, 40)))
     assert route(plan_of(4, 40, 40, "contiguous", -1, 0, documents, packed=True)).far == (1, 0, 1, 0)
+
+
+def test_a_route_looks_at_few_of_many_lengths(monkeypatch):
+    """A batch has new lengths at every step: most blocks are seen as a whole by the longest entries."""
+    asked, real = [], routes.pieces
+    monkeypatch.setattr(routes, "pieces", lambda *args: (asked.append(1) or piece for piece in real(*args)))
+    draw = random.Random(1)
+    parts = [Segment(0, draw.randrange(801)) for _ in range(64)]
+    regions = tuple(Region(part, part, n, n + 1) for n, part in enumerate(parts))
+    assert route(plan_of(8, 800, 800, "zigzag", -1, 0, regions)).far == (7,) * 8
+    assert len(asked) < 8 * 8 * 64 / 2
 
 
 def test_a_window_sends_what_is_seen_and_no_more():

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
+import io
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 import urllib.parse
 from pathlib import Path
 
 import pytest
+
+from headwise import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -19,11 +25,16 @@ PAGES = [
     *sorted(DOCS.rglob("*.md")),
 ]
 TREE = [str(path.relative_to(ROOT)) for folder in ("src", "tests", "scripts") for path in (ROOT / folder).rglob("*.*")]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 NAV = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
 
 _LINK = re.compile(r"\]\((?!https?://)([^)#\s]+)")
 _BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _PYTHON = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(r"(headwise|make) [a-z]")
+_EXTRAS = re.compile(r"pip install [^`\n]*\[([a-z,]+)\]")
 _FILE = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|wgsl))`")
 
 # Pages whose blocks are files and not one program -> what runs them instead.
@@ -33,7 +44,8 @@ NOT_RUN_HERE = {
 }
 RANKS = {"docs/distributed.md": 2}  # pages that torchrun runs
 LOUD = ("docs/transformers.md",)  # other people's warnings
-# What a page takes as given: page -> words of a block -> what goes before it. `tmp` is an empty folder.
+# What a page takes as given: page -> words of a block -> what goes before it. It runs in the empty folder `tmp`; `root` is
+# the repository.
 GIVEN = {
     "docs/distributed.md": {
         "init_process_group": """
@@ -73,6 +85,10 @@ shapes = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) fo
 graph = helper.make_graph([node], "norm", [shapes["x"], shapes["scale"]], [shapes["y"]])
 model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
 inputs = [torch.randn(2, 8).numpy(), torch.ones(8).numpy()]
+""",
+        "get_local_kernel": """
+import runpy
+runpy.run_path(root / "scripts" / "hub_kernel.py")["lay_out"](tmp / "dist" / "hub-kernel")
 """,
     },
 }
@@ -158,13 +174,53 @@ def _pages_with_examples():
 
 
 @pytest.mark.parametrize("page", list(_pages_with_examples()))
-def test_examples_run(page, tmp_path):
+def test_examples_run(page, tmp_path, monkeypatch):
     code, ranks = program(page, text_of(page)), RANKS.get(name_of(page))
     # hw.webgpu: PyTorch's autograd learns of devices at the first backward of a process.
     if ranks or "hw.webgpu" in code:
         in_a_process(code, tmp_path / "page.py", ranks)
     else:
-        exec(compile(code, name_of(page), "exec"), {"__name__": "__main__", "tmp": tmp_path})
+        monkeypatch.chdir(tmp_path)
+        exec(compile(code, name_of(page), "exec"), {"__name__": "__main__", "tmp": tmp_path, "root": ROOT})
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Every `headwise …`, `make …` and extra that a page names, in blocks and in sentences."""
+    text = text_of(page)
+    lines = [line for block in _SHELL.findall(text) for line in block.splitlines()]
+    lines += re.findall(r"`([^`\n]+)`", _BLOCK.sub("", text))
+    found = [shlex.split(line.partition("  #")[0].replace("…", "")) for line in lines if _COMMAND.match(line)]
+    return [*found, *(["pip", extra] for names in _EXTRAS.findall(text) for extra in names.split(","))]
+
+
+def wrong_with(command: list[str]) -> str:
+    """Parses and looks up; nothing is run."""
+    program, *arguments = command
+    if program == "pip":
+        return "" if arguments[0] in EXTRAS else "no such extra"
+    if program == "make":
+        targets = [a for a in arguments if "=" not in a]
+        return "" if all(re.search(rf"^{re.escape(t)}:", MAKEFILE, re.MULTILINE) for t in targets) else "no such target"
+    if len(arguments) == 1 and arguments[0] in cli.COMMANDS:
+        return ""  # spoken of, perhaps without what it needs
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            cli._parser(arguments[0])[0].parse_args(arguments)
+    except SystemExit as end:
+        return said.getvalue() if end.code else ""
+    return ""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in NOT_RUN_HERE], ids=name_of)
+def test_commands_are_understood(page):
+    found = {" ".join(command): wrong_with(command) for command in commands(page)}
+    assert {command: wrong for command, wrong in found.items() if wrong} == {}
+
+
+@pytest.mark.parametrize("command", ["headwise bench --nowhere", "headwise sing", "make haste", "pip cuda"])
+def test_a_wrong_command_is_seen(command):
+    assert wrong_with(command.split())
 
 
 def test_a_broken_example_is_seen():

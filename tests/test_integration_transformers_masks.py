@@ -23,7 +23,7 @@ from transformers_models import (
 import headwise.integrations.transformers as adapter
 from headwise import testing
 from headwise.integrations import _mask_rules
-from headwise.integrations._compact_mask import BuiltMask, CompactMask
+from headwise.integrations._compact_mask import BuiltMask, CompactMask, Packed
 from headwise.ops.attention import attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
@@ -162,9 +162,12 @@ def test_who_computes_with_a_compact_mask_gets_the_real_one():
     assert made.dtype == torch.bool
     assert made.dim() == made.ndim == 4
     assert made.detach() is made.to("cpu") is made.to(torch.bool) is made
+    assert made.to("meta").packed is None
+    made.packed = Packed(torch.tensor([0, 4, 9]), 5, False)
     moved = made.to("meta")
     assert isinstance(moved, CompactMask)
-    assert moved.padding.device.type == "meta"
+    assert moved.padding.device.type == moved.packed.cu_seqlens.device.type == "meta"
+    assert moved.packed[1:] == made.packed[1:]
 
 
 @pytest.mark.parametrize("built", [False, True])

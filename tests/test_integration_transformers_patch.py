@@ -16,6 +16,7 @@ from transformers_models import BY_NAME, MODELS, NEW, Float64Throughout, build, 
 
 import headwise.integrations.transformers as adapter
 from headwise import testing
+from headwise.backends.registry import use_backend
 from headwise.integrations import _lazy_logits, _patch_embedding, _patch_glu, _patch_norms, _patch_rope
 from headwise.integrations._lazy_logits import LazyLogits
 
@@ -230,6 +231,15 @@ def test_pickled(calls):
     assert calls == {"rms_norm": 5, "glu": 2, "rope": 2, "embedding": 1}
     adapter.unpatch(loaded)
     assert attributes(loaded) == attributes(own)
+
+
+def test_what_runs_the_model_says_nothing_about_the_search():
+    """It computes on the CPU, whatever backend and device the caller has chosen."""
+    model = build(BY_NAME["llama"], "eager")
+    expected = adapter.explain(model)
+    assert {row.what for row in expected} >= {"rope", "rms_norm", "loss"}
+    with use_backend("triton"), torch.device("meta"):
+        assert adapter.explain(model) == expected
 
 
 def test_names_hooks_and_signature_stay():

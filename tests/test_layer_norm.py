@@ -89,8 +89,9 @@ def test_gives_the_same_bits_every_time(backend, dtype):
         assert all(map(torch.equal, hw.layer_norm_backward(grad, x, weight, bias, backend=backend), known))
 
 
-def test_threads_do_not_change_the_bits():
-    x, grad, (weight, bias) = torch.randn(2000, 1024), torch.randn(2000, 1024), torch.randn(2, 1024)
+@pytest.mark.parametrize(("rows", "width"), [(2000, 1024), (300, 100), (9000, 1024)])
+def test_threads_do_not_change_the_bits(rows, width):
+    x, grad, (weight, bias) = torch.randn(rows, width), torch.randn(rows, width), torch.randn(2, width)
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):

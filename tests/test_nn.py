@@ -275,6 +275,18 @@ def test_a_full_cache_says_so_and_stays_usable():
     assert cache.extend(1).tolist() == [[7]]
 
 
+@pytest.mark.parametrize("make", [contiguous, paged])
+def test_lengths_that_a_caller_has_kept_stay_what_they_were(make):
+    """As for a draft of four tokens of which the larger model accepts one."""
+    cache = make(1, 32)
+    cache.extend(5)
+    before = cache.lengths
+    cache.extend(4)
+    cache.trim(before + 1)
+    assert (before.tolist(), cache.lengths.tolist()) == ([5], [6])
+    assert cache.extend(1).tolist() == [[6]]
+
+
 def test_pages_are_given_back():
     cache = nn.PagedKVCache(1, 2, 1, 4, 8, page_size=4)
     cache.extend(8)  # all four pages

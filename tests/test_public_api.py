@@ -38,6 +38,13 @@ def test_names_and_signatures_are_those_that_are_written_down():
     assert result.returncode == 0, "python scripts/write_api.py writes tests/data/public_api.txt anew"
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_what_can_be_imported_is_written_down(module):
+    """Where a module takes in the names of another, too."""
+    names = {n for n in getattr(importlib.import_module(module), "__all__", ()) if not n.startswith("_")}
+    assert names <= set(re.findall(rf"^{re.escape(module)}\.(\w+)", LISTED, re.MULTILINE))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_its_example_runs(name):
     """Before each example stand: import torch, headwise as hw, and from headwise import nn."""

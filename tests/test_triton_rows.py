@@ -61,11 +61,13 @@ CALLS = [
     (rms_norm, (1, 33001), F32, SPLIT | SUMS),
     (rms_norm, (5, 70000), BF16, {"_forward_two_pass"} | SUMS),
     (rms_norm, (5, 33001), F32, {"_forward_two_pass"} | SUMS),
+    (layer_norm, (70, 300), BF16, ONE_PASS | {"_add_partials"}),  # backward: sums of rows stay apart
     (layer_norm, (7, 10000), BF16, ONE_PASS | {"_add_partials"}),
     (layer_norm, (1, 33008), BF16, SPLIT | SUMS),
     (layer_norm, (1, 33001), F32, SPLIT | SUMS),
     (layer_norm, (5, 70000), BF16, {"_forward_two_pass"} | SUMS),
     (layer_norm, (2, 33001), F32, {"_forward_two_pass"} | SUMS),
+    (add_rms_norm, (70, 300), BF16, ONE_PASS | {"_add_partials"}),
     (add_rms_norm, (7, 10000), BF16, ONE_PASS | {"_add_partials"}),
     (add_rms_norm, (1, 33008), BF16, SPLIT | SUMS),
     (add_rms_norm, (5, 70000), BF16, {"_forward_two_pass"} | SUMS),
@@ -76,7 +78,7 @@ CALLS = [
 ]
 HELPERS = {
     "_softmax_of", "gain_of", "_plus_bias", "_load", "_moments", "_line_moments", "_rstd", "_store_statistics",
-    "_load_statistics", "_row_sums", "_store_partials", "_sum_rows",
+    "_load_statistics", "_row_sums", "_of_rows", "_store_rows", "_add_rows", "_store_partials", "_sum_rows",
     "_capped", "_columns", "_ends", "_gradient", "_online", "_window", "block_columns", "online_softmax",
     "combine_softmax",
 }  # fmt: skip

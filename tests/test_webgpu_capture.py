@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from headwise import nn, webgpu
@@ -111,6 +112,18 @@ def test_its_memory_is_its_own():
         del noise
 
 
+def test_uploads_after_a_capture_wait_for_what_was_dispatched_before():
+    """Buffers know in which command buffer they were last used: a capture does not begin to count anew."""
+    webgpu.synchronize()
+    for _ in range(3):
+        dropped = [torch.full((100,), 7.0, device=DEVICE) for _ in range(20)]
+        del dropped  # their kernels are not submitted yet
+        with capture():
+            pass
+        uploaded = [torch.arange(100.0).to(DEVICE) for _ in range(20)]
+        assert all(x.tolist() == list(range(100)) for x in uploaded)
+
+
 def test_a_weight_that_is_dropped_outside_stays_with_the_capture():
     x, weight = torch.ones(8, device=DEVICE), torch.full((8,), 3.0, device=DEVICE)
     with capture(x) as step:
@@ -168,6 +181,34 @@ def test_random_draws_are_those_of_eager_code():
     assert torch.equal(drawn.cpu(), eager[0])
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_computes_again_drops_the_same(reentrant):
+    """Both results are linear in x: x · gradient is their sum, if forward and recomputation dropped the same."""
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        q = torch.ones(1, 2, 20, 4, device=DEVICE)
+        return F.dropout(x, 0.5) + hw.attention(q, q, x, dropout=0.5)
+
+    def run() -> torch.Tensor:
+        y = checkpoint(linear, x, use_reentrant=reentrant)
+        x.grad = None
+        y.sum().backward()
+        return torch.stack([y.sum().detach(), (x.detach() * x.grad).sum()])
+
+    x = torch.randn(1, 2, 20, 4, device=DEVICE, requires_grad=True)
+    torch.manual_seed(5)
+    eager = [run().cpu() for _ in range(3)]
+    torch.manual_seed(5)
+    with capture() as step:
+        sums = run()
+    for expected in eager:
+        total, again = sums.tolist()
+        assert again == pytest.approx(total, rel=1e-4)
+        assert torch.equal(sums.cpu(), expected)
+        step()
+    assert len({x[0].item() for x in eager}) == 3
+
+
 def test_decoding_with_a_cache():
     """Greedy decoding, captured, is `TransformerLM.generate`; the cache holds the same bits."""
     model = model_of().requires_grad_(False)
@@ -192,6 +233,15 @@ def test_decoding_with_a_cache():
     cache.trim(cache.lengths)  # what the host knows of the lengths
     cache.extend(1)
     assert cache.positions.tolist() == [[16], [16]]
+    cache.reset()  # the captured step serves the next prompt
+    cache.extend(5)
+    token.copy_(model(prompt, cache=cache)[:, -1:].argmax(-1))
+    made = [token.cpu()]
+    for _ in range(4):
+        step()
+        made.append(token.cpu())
+    assert torch.equal(torch.cat(made, 1), expected[:, :5])
+    assert cache.lengths.tolist() == [9, 9]
 
     paged = model.cache(2, 40, page_size=8)
     with pytest.raises(RuntimeError, match="hands out pages on the CPU"), capture():
@@ -286,6 +336,54 @@ def test_an_optimizer_that_a_replay_would_not_bring_forward_is_refused():
         step()
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda o, p: o.param_groups[0]["lr"].fill_(0.05), r"lr of AdamW is 0.05.* now and was 0.1.* when"),
+        (lambda o, p: o.param_groups[0].update(lr=torch.tensor(0.1, device=DEVICE)), "lr of AdamW is a tensor now"),
+        (lambda o, p: o.param_groups[0].update(maximize=True), "maximize of AdamW is True now and was False.*anew"),
+        (lambda o, p: o.load_state_dict(copy.deepcopy(o.state_dict())), "other groups of parameters.*load_state_dict"),
+        (lambda o, p: o.add_param_group({"params": [p.detach().clone()]}), "other groups of parameters.*anew"),
+        (lambda o, p: setattr(p, "data", p.detach().clone()), "a parameter of AdamW lies in other memory"),
+    ],
+    ids=["rate", "another rate", "flag", "state", "group", "data"],
+)
+def test_what_changes_after_the_capture_and_would_be_without_effect_is_refused(change, told):
+    p = torch.nn.Parameter(torch.ones(4, device=DEVICE))
+    p.grad = torch.ones(4, device=DEVICE)
+    optimizer = torch.optim.AdamW([p], lr=torch.tensor(0.1), fused=True)
+    optimizer.step()
+    with capture() as step:
+        optimizer.step()
+    step()
+    change(optimizer, p)
+    with pytest.raises(CaptureError, match=told):
+        step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(torch.optim.AdamW, {}), (torch.optim.Adam, {"amsgrad": True}), (torch.optim.SGD, {"momentum": 0.9})],
+    ids=["adamw", "adam", "sgd"],
+)
+def test_a_rate_on_the_gpu_changes_a_fused_step(kind, options):
+    rates, gradients = (0.1, 0.05, 0.2), torch.randn(3, 37)
+    on_cpu = torch.randn(37).requires_grad_()
+    p, rate = on_cpu.detach().to(DEVICE).requires_grad_(), torch.tensor(rates[0], device=DEVICE)
+    theirs, ours = kind([on_cpu], weight_decay=0.1, **options), kind([p], rate, weight_decay=0.1, fused=True, **options)
+    for gradient, now in zip(gradients, rates, strict=True):
+        theirs.param_groups[0]["lr"], on_cpu.grad = now, gradient
+        theirs.step()
+    p.grad = gradients[0].to(DEVICE)
+    ours.step()
+    p.grad.copy_(gradients[1])
+    rate.fill_(rates[1])
+    with capture(p.grad, rate=rate) as step:
+        ours.step()
+    step(gradients[2], rate=torch.tensor(rates[2]))
+    torch.testing.assert_close(p.detach().cpu(), on_cpu.detach(), rtol=1e-5, atol=1e-6)
+
+
 def test_bad_inputs_name_the_argument():
     x = torch.ones(4, 2, device=DEVICE)
     with pytest.raises(TypeError, match=r"capture: x is a tensor \(4,\) of float32 on cpu"):
@@ -316,6 +414,46 @@ def test_inputs_of_any_layout():
         torch.testing.assert_close(y.cpu(), a * 2 + b[:4])
         whole[1:4, ::2] = 0
         assert whole.abs().sum().item() == 0  # nothing beside the input was written
+
+
+def test_inputs_that_share_memory():
+    a, b = torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE)
+    with capture(a=a, b=b) as step:
+        y = a * 10 + b
+    step(a=b, b=a)  # each gets what the other had
+    assert y.tolist() == [10.0] * 4
+    whole = torch.arange(8.0, device=DEVICE)
+    with capture(whole[:4]) as step:
+        y = whole[:4] * 1
+    step(whole[2:6])
+    assert y.tolist() == [2.0, 3.0, 4.0, 5.0]
+    with pytest.raises(ValueError, match="capture: b and a share memory"):
+        capture(a=whole[:4], b=whole[2:6])
+    with pytest.raises(ValueError, match="a is expanded"):
+        capture(a=whole[:1].expand(4))
+
+
+def test_constants_of_an_operator_are_part_of_the_recording():
+    """Pooling and interpolation upload matrices that follow from their options."""
+    x = torch.randn(1, 2, 6, 6, requires_grad=True)
+    given = x.detach().to(DEVICE).requires_grad_()
+
+    def resampled(x: torch.Tensor) -> torch.Tensor:
+        y = F.interpolate(F.avg_pool2d(x, 3, 2, 1), scale_factor=2, mode="bilinear")
+        return torch.autograd.grad(y.square().sum(), x)[0]
+
+    with capture(given) as step:
+        y = resampled(given)
+    new = torch.randn(1, 2, 6, 6)
+    step(new)
+    torch.testing.assert_close(y.cpu(), resampled(new.requires_grad_()), rtol=1e-4, atol=1e-5)
+
+
+def test_the_memory_summary_inside_of_a_capture_is_that_of_the_device():
+    kept = torch.ones(1 << 20, device=DEVICE)
+    with capture():
+        told = webgpu.memory_summary()
+    assert float(told.split(": ")[1].split(" MiB in use")[0]) >= kept.numel() * 4 / (1 << 20)
 
 
 def test_blocks_that_fail_nest_or_come_twice():

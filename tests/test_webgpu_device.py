@@ -318,8 +318,14 @@ def trained(module, x, optimizer, steps=4, **options):
 
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {}), (torch.optim.AdamW, {"foreach": True})],
-    ids=["SGD", "AdamW", "AdamW foreach"],
+    [
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    ],
+    ids=["SGD", "AdamW", "AdamW foreach", "AdamW fused", "SGD fused"],
 )
 def test_training_equals_the_cpu(optimizer, options):
     model = block()
@@ -334,6 +340,22 @@ def test_an_uploaded_parameter_trains():
     (there * 3).sum().backward()
     torch.optim.SGD([there], lr=0.5).step()
     assert torch.equal(there.detach().cpu(), torch.full((3,), -0.5))
+
+
+def test_data_gives_a_tensor_other_memory():
+    x, y = torch.ones(4, device=DEVICE, requires_grad=True), torch.arange(6.0, device=DEVICE)
+    x.data = y[1:4]
+    assert x.shape == (3,)
+    assert x.tolist() == [1.0, 2.0, 3.0]
+    y.fill_(7)  # the same memory
+    assert (x.data * 2).tolist() == [14.0] * 3
+    assert x.requires_grad
+    assert not x.data.requires_grad
+    module = nn.Linear(2, 2, device=DEVICE)
+    module.weight.data = module.weight.data.to(torch.float16)
+    assert module.weight.detach().cpu().dtype == torch.float16
+    with pytest.raises(TypeError, match="x is on webgpu and y on cpu"):
+        x.data = torch.ones(3)
 
 
 def test_a_module_moves_and_stays_the_same_module():
@@ -387,6 +409,26 @@ def test_autocast_and_checkpoints():
     (plain,) = torch.autograd.grad(model(x).sum(), x)
     (again,) = torch.autograd.grad(torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum(), x)
     assert torch.equal(plain.cpu(), again.cpu())
+
+
+def test_autocast_reaches_our_ops_as_pytorchs():
+    """Queries that a norm left in float32 meet keys and values of 16 bits; the bits are those of the call on the casts."""
+    q, k, v = torch.randn(3, 1, 2, 9, 8).to(DEVICE)
+    low = [x.to(torch.bfloat16) for x in (q, k, v)]
+    q.requires_grad_()
+    for _ in range(2):  # made, and found by its key
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            out = hw.attention(hw.rms_norm(q.to(torch.bfloat16)), low[1], v)
+            assert (q @ k.mT).dtype == out.dtype == torch.bfloat16
+            assert hw.rms_norm(low[0]).dtype == torch.float32
+            with torch.autocast(DEVICE, enabled=False):
+                assert hw.attention(q, k, v).dtype == torch.float32
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert hw.attention(q, k, v).dtype == torch.float32
+        (grad,) = torch.autograd.grad(out.sum(), q)
+        assert grad.dtype == torch.float32
+    again = hw.attention(hw.rms_norm(low[0].float()).to(torch.bfloat16), *low[1:])
+    assert torch.equal(out.detach().cpu(), again.cpu())
 
 
 def test_headwise_ops_and_modules_run_there():

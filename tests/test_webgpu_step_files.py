@@ -84,7 +84,9 @@ def test_a_step_with_everything_in_it_runs_in_chromium(tmp_path):
                 weight.sub_(gradient * rate)
             count = torch.tensor(2.0, device=DEVICE)
             count += rows.sum()
-            return loss.detach(), count
+            even = webgpu.array(torch.tensor(False))  # a byte; what is written is whole words
+            even.logical_or_(rows.sum() % 2 == 0)
+            return loss.detach(), count * torch.where(even, 1, -1)
 
         step()
         with webgpu.capture(rows, rate=rate) as captured:
@@ -137,6 +139,16 @@ def test_what_is_in_the_file(tmp_path):
             webgpu.save_step(step, tmp_path / "c.step", outputs={}, state={"t": torch.ones(3, 2, device=DEVICE).T})
         with pytest.raises(ValueError, match="no kernel of the step has to do with z"):
             webgpu.save_step(step, tmp_path / "c.step", outputs={"z": torch.ones(3, device=DEVICE)})
+        with (
+            webgpu.capture(x) as unfinished,
+            pytest.raises(webgpu.CaptureError, match="the capture is recording"),
+        ):
+            webgpu.save_step(unfinished, tmp_path / "c.step", outputs={"y": y})
+        odd = torch.ones(3, dtype=torch.bool, device=DEVICE)
+        with webgpu.capture(odd=odd) as step:
+            z = odd + 1.0
+        with pytest.raises(ValueError, match=r"odd of inputs is 3 bytes long .* whole words"):
+            webgpu.save_step(step, tmp_path / "c.step", outputs={"z": z})
         own = torch.Generator().manual_seed(3)
         with webgpu.capture() as step:
             z = torch.empty(3, device=DEVICE).uniform_(generator=own)
@@ -158,15 +170,16 @@ def test_a_step_for_one_gpu_is_not_written(tmp_path):
 def test_the_demos_model_trains_in_chromium(tmp_path):
     """Losses and weights of three steps, within the budget: twice the error of plain float32, and a rounding band."""
     shape, lengths = Shape(layers=2, width=64, window=16), (40, 9, 47)
-    batches = [torch.randint(256, (2, sum(lengths))) for _ in range(5)]
+    batches = [torch.randint(256, (2, sum(lengths))) for _ in range(4)]
+    batches.append(batches[0])  # seen before: its loss is lower then
 
     def trained(device: str, dtype: torch.dtype):
         model = make_model(shape, "webgpu" if device == DEVICE else "cpu", seed=0).to(dtype).to(device)
         rate = torch.tensor(3e-3, device=device, dtype=dtype)
         capturable = device == DEVICE
         optimizer = torch.optim.AdamW(
-            model.parameters(), lr=rate if capturable else 3e-3, betas=(0.9, 0.95), capturable=capturable
-        )
+            model.parameters(), lr=rate if capturable else 3e-3, betas=(0.9, 0.95), eps=1e-5, capturable=capturable
+        )  # eps: a step is g / (|g| + eps), and with less the rounding of a gradient near 0 decides the sign of a whole step
         packing = Packing.of(lengths, device)
 
         def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

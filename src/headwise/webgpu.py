@@ -19,7 +19,7 @@ import torch
 
 from headwise.backends.webgpu import runtime
 from headwise.backends.webgpu.adapter import Capabilities, NoAdapter
-from headwise.backends.webgpu.array import Array, array
+from headwise.backends.webgpu.array import OPERATORS, Array, array
 from headwise.backends.webgpu.aten.rest import fallback, fallbacks
 from headwise.backends.webgpu.capture import Capture
 from headwise.backends.webgpu.capture_errors import CaptureError
@@ -27,13 +27,16 @@ from headwise.backends.webgpu.forks import ForkedProcess
 from headwise.backends.webgpu.memory import memory_summary
 from headwise.backends.webgpu.runtime import Counts, DeviceLost, counts, device
 from headwise.backends.webgpu.storage import OutOfMemory
-from headwise.integrations import _sdpa_webgpu  # noqa: F401  gives PyTorch's attention the fused kernels
+from headwise.backends.webgpu.torch_device import REGISTERED
+from headwise.integrations import _sdpa_webgpu
 
 __all__ = [
     "Array", "Capabilities", "Capture", "CaptureError", "Counts", "DeviceLost", "ForkedProcess", "NoAdapter", "OutOfMemory",
     "array", "capabilities", "capture", "counts", "fallback", "fallbacks", "memory_summary", "portable", "save_step",
     "synchronize",
 ]  # fmt: skip
+
+_sdpa_webgpu.register(OPERATORS, REGISTERED)  # PyTorch's attention runs the fused kernels
 
 
 def capabilities() -> Capabilities:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from headwise import layout as memory
 from headwise.distributed.groups import Description, Group, agree, flag_values, gather, peers_of
-from headwise.ops import _checks
+from headwise.ops import _autocast, _checks
 from headwise.ops.attention import _arguments, attention_decode, merge_attention
 from headwise.ops.attention._arguments import UNBOUNDED, Window
+from headwise.ops.attention.decode import AUTOCAST
 from headwise.ops.attention.decode import _check as check_decode
 
 OP = "context_parallel_decode"
@@ -35,6 +36,7 @@ def context_parallel_decode(
 
     For inference: it has no gradient.
     """
+    q, k_cache, v_cache = _autocast.lowered(q, k_cache, v_cache, rule=AUTOCAST)
     peers = peers_of(OP, group)
     flags: list[_arguments.Flags] = []
 

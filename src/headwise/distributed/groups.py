@@ -150,12 +150,18 @@ def same_backward(peers: Peers, call: int, device: torch.device, part: int = 0) 
 
 
 def fingerprint(x: Tensor | None) -> tuple[Any, ...] | None:
-    """Of ints that all ranks need to hold alike: shape, dtype, and a number that other values would hardly give."""
+    """Of ints that all ranks need to hold alike: shape, dtype, and a number that other values would hardly give.
+
+    Value and place are mixed before they are added: sums of their products are alike for masks such as 1001 and 0110.
+    """
     if x is None:
         return None
-    flat = x.detach().reshape(-1).long()
-    places = torch.arange(1, flat.numel() + 1, device=x.device)
-    return tuple(x.shape), str(x.dtype), int(((flat + 1) * (places * 0x9E3779B1 + 1)).sum())
+    mixed = x.detach().reshape(-1).long() * 0x1E3779B97F4A7C15
+    mixed += torch.arange(mixed.numel(), device=x.device) * 0x2545F4914F6CDD1D
+    for _ in range(2):
+        mixed ^= mixed >> 32
+        mixed *= 0x5851F42D4C957F2D
+    return tuple(x.shape), str(x.dtype), int((mixed ^ (mixed >> 32)).sum())
 
 
 def flag_values(flags: Flags) -> dict[str, Any]:

@@ -10,6 +10,7 @@ The route is chosen from the plan alone, so every rank comes to the same one.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -42,6 +43,8 @@ def route(plan: Plan) -> Route:
 @functools.lru_cache(maxsize=64)
 def _route(plan: Plan) -> Route:
     steps = range(plan.ranks)
+    if not plan.packed:  # batch entries of other lengths: the longest first
+        plan = plan._replace(regions=tuple(sorted(plan.regions, key=lambda region: -region.keys.stop)))
     seen = tuple(tuple(_seen(plan, rank, owner) for owner in steps) for rank in steps)
     far = tuple(max((s for s in steps if seen[(o + s) % plan.ranks][o]), default=0) for o in steps)
     found, lengths = Route(seen, far, True), [count(part) for part in plan.of_k]
@@ -53,12 +56,22 @@ def _route(plan: Plan) -> Route:
 def _seen(plan: Plan, rank: int, owner: int) -> Segments:
     """The union of what the pieces read."""
     found: list[Segment] = []
-    for keys in sorted((p.keys.start, p.keys.stop) for p in pieces(plan, plan.of_q[rank], plan.of_k[owner])):
+    for keys in sorted(itertools.chain(*(_seen_of(plan, rank, part) for part in plan.of_k[owner]))):
         if found and keys[0] <= found[-1].stop:
             found[-1] = Segment(found[-1].start, max(found[-1].stop, keys[1]))
         else:
             found.append(Segment(*keys))
     return tuple(found)
+
+
+def _seen_of(plan: Plan, rank: int, part: Segment) -> Iterable[tuple[int, int]]:
+    """Of some keys, in any order. Late queries often see all of them, and then nobody else is asked."""
+    found = set()
+    for piece in pieces(plan, plan.of_q[rank][::-1], (part,)):
+        found.add((piece.keys.start, piece.keys.stop))
+        if (piece.keys.start, piece.keys.stop) == part:
+            break
+    return found
 
 
 def columns_of(part: Segments, keys: Segments) -> Segments:

@@ -93,7 +93,10 @@ class CompactMask(BuiltMask):
         if target == self.device:
             return self
         tensors = (None if x is None else x.to(target) for x in (self.kv_lengths, self.padding, self.sequences))
-        return CompactMask.of(self.sizes, target, self.window, self.keys, *tensors)  # type: ignore[return-value]
+        mask = CompactMask.of(self.sizes, target, self.window, self.keys, *tensors)
+        if self.packed is not None:
+            mask.packed = self.packed._replace(cu_seqlens=self.packed.cu_seqlens.to(target))
+        return mask  # type: ignore[return-value]
 
     def built(self) -> Tensor:
         batch, _, queries, keys = self.sizes

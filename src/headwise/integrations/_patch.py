@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
 from types import MethodType
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
+from headwise.backends.registry import use_backend
 from headwise.integrations import _patch_embedding, _patch_glu, _patch_loss, _patch_norms, _patch_probe, _patch_rope
 from headwise.integrations._patch_probe import Finding
 
@@ -52,7 +53,7 @@ class Report(tuple[Row, ...]):
 
 def patch(model: nn.Module) -> Report:
     """Swap what `explain` says; the rows are its own. Twice is as good as once."""
-    found = list(_findings(model))
+    found = _findings(model)
     for finding in found:
         for module, forward in finding.forwards:
             forward.is_headwise = True  # type: ignore[attr-defined]
@@ -72,15 +73,16 @@ def explain(model: nn.Module) -> Report:
 
     Nothing is changed. In a patched model the rows are the same.
     """
-    return _report(list(_findings(model)))
+    return _report(_findings(model))
 
 
-def _findings(model: nn.Module) -> Iterator[Finding]:
-    for path, module in model.named_modules():
-        for find in _FINDERS:
-            finding = find(path, module)
-            if finding is not None:
-                yield finding
+def _findings(model: nn.Module) -> list[Finding]:
+    found = []
+    # Stand-ins are on the CPU, wherever the caller makes tensors and whatever backend is to run the model.
+    with torch.device("cpu"), use_backend("cpu"):
+        for path, module in model.named_modules():
+            found += [finding for find in _FINDERS if (finding := find(path, module)) is not None]
+    return found
 
 
 def _report(found: list[Finding]) -> Report:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 
-from headwise.backends.webgpu.array import OPERATORS
-from headwise.backends.webgpu.torch_device import REGISTERED
 from headwise.integrations import sdpa
 
 _func = torch.ops.aten.scaled_dot_product_attention.default
@@ -33,6 +31,8 @@ def _attention(
         )  # fmt: skip
 
 
-OPERATORS[_func] = _attention  # what inference_mode calls
-if REGISTERED:
-    _library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+def register(operators: dict[Any, Any], with_autograd: bool) -> None:
+    """Into the table of what arrays run (which inference_mode looks into), and for the device, if PyTorch knows it."""
+    operators[_func] = _attention
+    if with_autograd:
+        _library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")

@@ -138,12 +138,12 @@ class Attention(nn.Module):
         q = q.to(cache.keys.dtype)  # a cache may have a dtype of its own
         if q.shape[2] <= _DECODE_TOKENS and cache.counts is None:
             return attention_decode(
-                q, cache.keys[layer], cache.values[layer], cache.lengths, block_table=cache.block_table,
+                q, cache.keys[layer], cache.values[layer], cache._lengths, block_table=cache.block_table,
                 window=self.window, scale=self.scale, softcap=self.softcap, sink=self.sink, backend=self.backend,
             )  # fmt: skip
         keys, values = cache.read(layer)
         return attention(
-            q, keys, values, causal=True, window=self.window, q_lengths=cache.counts, kv_lengths=cache.lengths,
+            q, keys, values, causal=True, window=self.window, q_lengths=cache.counts, kv_lengths=cache._lengths,
             scale=self.scale, softcap=self.softcap, sink=self.sink, backend=self.backend,
         )  # fmt: skip
 

@@ -29,7 +29,8 @@ class KVCache:
         rows = (layers, *self._rows(batch, key_heads))
         self.keys = torch.empty((*rows, head_dim), device=device, dtype=dtype)
         self.values = torch.empty((*rows, head_dim if value_dim is None else value_dim), device=device, dtype=dtype)
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)  # valid positions of each sequence
+        # Changed in place: a captured step goes on from there.
+        self._lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.block_table: Tensor | None = None
         self.positions = torch.zeros((batch, 0), dtype=torch.int64, device=device)  # of the newest tokens
         self.counts: Tensor | None = None  # how many of them each sequence has; None: all
@@ -38,6 +39,11 @@ class KVCache:
 
     def _rows(self, batch: int, key_heads: int) -> tuple[int, ...]:
         return batch, key_heads, self.capacity
+
+    @property
+    def lengths(self) -> Tensor:
+        """Valid positions of each sequence ``(B,)``: a copy, which later steps leave as it is."""
+        return self._lengths.clone()
 
     @property
     def batch(self) -> int:
@@ -57,10 +63,10 @@ class KVCache:
         if isinstance(counts, Tensor):
             counts = self._per_sequence("extend: counts", counts).clamp(0, tokens)
         self._reserve(tokens, known)
-        new = torch.arange(tokens, device=self.lengths.device)
-        self.positions = self.lengths[:, None].to(torch.int64) + new
-        self.counts = None if counts is None else torch.as_tensor(counts).to(self.lengths)
-        self.lengths += tokens if self.counts is None else self.counts  # in place: a captured step goes on from there
+        new = torch.arange(tokens, device=self._lengths.device)
+        self.positions = self._lengths[:, None].to(torch.int64) + new
+        self.counts = None if counts is None else torch.as_tensor(counts).to(self._lengths)
+        self._lengths += tokens if self.counts is None else self.counts
         self.first = not any(self._used)
         self._used = [used + n for used, n in zip(self._used, known, strict=True)]
         return self.positions
@@ -71,7 +77,7 @@ class KVCache:
                 f"{name} has shape {tuple(numbers.shape)} and dtype {str(numbers.dtype).removeprefix('torch.')}; it needs "
                 f"({self.batch},) and whole numbers"
             )
-        return numbers.to(self.lengths)
+        return numbers.to(self._lengths)
 
     def _reserve(self, tokens: int, counts: Sequence[int]) -> None:
         """Room for the real tokens; here for padding too, which is written like them."""
@@ -95,7 +101,7 @@ class KVCache:
 
     def _places(self) -> tuple[Tensor, Tensor]:
         """Row and slot of each of the newest tokens."""
-        return torch.arange(self.batch, device=self.lengths.device)[:, None], self.positions
+        return torch.arange(self.batch, device=self._lengths.device)[:, None], self.positions
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values as ``(B, Hk, capacity, D)``: the memory itself, or of pages a copy."""
@@ -103,12 +109,13 @@ class KVCache:
 
     def trim(self, lengths: Tensor) -> None:
         """Forget what lies past ``lengths`` ``(B,)``: tokens that a larger model did not accept, say."""
-        self.lengths = torch.minimum(self.lengths, self._per_sequence("trim: lengths", lengths).clamp(min=0))
-        self._used = [int(n) for n in self.lengths.tolist()]
+        most = self._per_sequence("trim: lengths", lengths).clamp(min=0)
+        self._lengths.copy_(torch.minimum(self._lengths, most))
+        self._used = [int(n) for n in self._lengths.tolist()]
 
     def reset(self) -> None:
         """Forget everything; the memory stays."""
-        self.lengths = torch.zeros_like(self.lengths)
+        self._lengths.zero_()
         self.positions = self.positions[:, :0]
         self.counts, self.first = None, True
         self._used = [0] * self.batch
@@ -143,7 +150,7 @@ class PagedKVCache(KVCache):
         return self.pages + 1, key_heads, self.page_size
 
     def extend(self, tokens: int, counts: Sequence[int] | Tensor | None = None) -> Tensor:
-        if self.lengths.device.type == "webgpu" and torch.get_device_module("webgpu").is_current_stream_capturing():
+        if self._lengths.device.type == "webgpu" and torch.get_device_module("webgpu").is_current_stream_capturing():
             raise RuntimeError(
                 "PagedKVCache: it hands out pages on the CPU, which no replay of a captured step would do. Use a KVCache"
             )
@@ -206,7 +213,7 @@ class PagedKVCache(KVCache):
 
     def release(self, sequence: int) -> None:
         """Empty one sequence: its pages are free."""
-        lengths = self.lengths.clone()
+        lengths = self.lengths
         lengths[sequence] = 0
         self.trim(lengths)
 

@@ -20,7 +20,8 @@ _KEYS = functools.reduce(
     torch._C.DispatchKeySet.__or__,
     [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{name}")) for name in _NAMES],
 )
-# Without an autocast of their own, or with one that `disabled` has no key for.
+# Without an autocast of their own, or with one that `disabled` has no key for. Arrays on a GPU that PyTorch does not know
+# are "meta" where another device is the accelerator of the process.
 _LEFT_ALONE = ("meta", "mtia", "maia", "ipu")
 
 
@@ -52,7 +53,7 @@ def device_of(tensors: Sequence[Any]) -> str | None:
     if not _is_any_enabled():
         return None
     x = next((x for x in tensors if isinstance(x, Tensor)), None)
-    if x is None or hasattr(x, "headwise_device") or x.device.type in _LEFT_ALONE:
+    if x is None or x.device.type in _LEFT_ALONE:
         return None
     return x.device.type if torch.is_autocast_enabled(x.device.type) else None
 
@@ -75,10 +76,13 @@ def _floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def lowered(*tensors: Any) -> tuple[Any, ...]:
-    """The operands of a product that does not happen yet, or happens in other code, as autocast wants them now."""
+def lowered(*tensors: Any, rule: Rule | None = None) -> tuple[Any, ...]:
+    """The operands of a product that does not happen yet, or happens in other code, as autocast wants them now.
+
+    rule: of an op; None: all of them in autocast's dtype.
+    """
     device = device_of(tensors)
-    return tensors if device is None else cast(Rule(low, len(tensors)), tensors, device)
+    return tensors if device is None else cast(rule or Rule(low, len(tensors)), tensors, device)
 
 
 def lowered_dtype(x: Tensor) -> torch.dtype:

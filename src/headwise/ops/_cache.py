@@ -30,6 +30,7 @@ _Tensor, _Parameter, _float32 = torch.Tensor, torch.nn.Parameter, torch.float32
 _is_grad_enabled, _is_deterministic = torch.is_grad_enabled, torch.are_deterministic_algorithms_enabled
 _modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
+_is_autocast = torch._C._is_any_autocast_enabled
 _profiler, _excluded = torch._C._autograd._profiler_enabled, torch._C._dispatch_tls_is_dispatch_key_excluded
 # The getter behind torch.backends.cuda.matmul.fp32_precision: the older switches are seen through it too.
 _float32_products = functools.partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
@@ -73,7 +74,8 @@ class Cache(dict[tuple[Any, ...], Any]):
             return None, None
         if not seen and (_modes() or _transforms() or _tracing() is not None):
             return None, None
-        words: list[Any] = [*facts[1:], gradient and not _excluded(AUTOGRAD), _autocast.device_of(tensors)]
+        words: list[Any] = [*facts[1:], gradient and not _excluded(AUTOGRAD)]
+        words.append(_autocast.device_of(tensors) if _is_autocast() else None)
         offsets, precision = [], None
         guarded = not seen  # arrays compare by their own facts
         try:

@@ -121,7 +121,9 @@ class Site:
 
     def _program(self, program: Program, data: Data, golden: dict[str, Golden] | None = None) -> dict[str, Any]:
         described = programs.describe(program, data, self.shaders)
-        for said in described["outputs"] if golden is not None else ():
+        if golden is None:
+            return described
+        for said in described["outputs"]:
             expected = golden[said["name"]]
             said |= {
                 "golden": data.add(expected.elements.numpy().tobytes()),

@@ -77,6 +77,7 @@ def save(step: Capture, path: Path, outputs: Mapping[str, torch.Tensor], state: 
 
 
 def _check(step: Capture) -> None:
+    step._ready("save")
     has = step.device.capabilities
     portable = (
         has.subgroup_size == 0 and not has.native_half and has.binding_bytes <= FLOOR_BINDING_BYTES
@@ -126,12 +127,18 @@ class _Buffers:
                 f"save_step: {name} of {kind} has strides {found.strides}; it needs to be contiguous: make it so with "
                 ".contiguous() before the capture, or in it"
             )
+        first, nbytes = found.offset * found.itemsize, found.numel * found.itemsize
+        if kind == "inputs" and (first % 4 or nbytes % 4):
+            raise ValueError(
+                f"save_step: {name} of inputs is {nbytes} bytes long and begins at byte {first} of its memory; a page "
+                "writes whole words of four bytes: pad it, or make it int32 or float32"
+            )
         buffer = self.known.get(id(found.storage.buffer))
         if buffer is None:
             if kind == "outputs":
                 raise ValueError(f"save_step: no kernel of the step has to do with {name} of outputs")
             buffer = self.known[id(found.storage.buffer)] = Buffer(found.storage.size, self._content(found.storage))
-        return Output(buffer, found.offset * found.itemsize, found.dtype, found.shape, found.strides)
+        return Output(buffer, first, found.dtype, found.shape, found.strides)
 
 
 def _draws(step: Capture) -> tuple[bytearray, list[_Draw]]:
@@ -139,12 +146,12 @@ def _draws(step: Capture) -> tuple[bytearray, list[_Draw]]:
     parameters, found = bytearray(step.parameters), []
     first = {one.parameters[0]: i for i, one in enumerate(step.steps)}
     seed, calls = struct.unpack("<QQ", bytes(random.stream.state().tolist()))
-    for ahead, (places, again) in enumerate(step.drawn):
+    for ahead, (places, again) in enumerate(step.draws):
         if again.generator is not None:
             raise ValueError(
                 "save_step: the step draws from a generator of its own, which the file could not go on with"
             )
         for place in places:
             struct.pack_into("<QQ", parameters, place, seed, calls + ahead)
-            found.append(_Draw(first[place], _COUNTER, len(step.drawn)))
+            found.append(_Draw(first[place], _COUNTER, len(step.draws)))
     return parameters, found

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.backends.cpu.row_blocks import BLOCK, row_blocks, scratch_for, working_copy
-from headwise.backends.cpu.threads import in_threads
+from headwise.backends.cpu.threads import in_threads, one_thread
 from headwise.layout import statistics_dtype
 
 if TYPE_CHECKING:
@@ -49,34 +49,44 @@ def layer_norm_forward(args: LayerNorm) -> tuple[Tensor, Tensor]:
 def layer_norm_backward(args: LayerNormBackward) -> tuple[Tensor, Tensor | None, Tensor | None]:
     x, width = args.x, args.x.shape[-1]
     weight, bias = _parameters(args)
+    if x.numel() == 0:
+        return torch.empty(x.shape, dtype=x.dtype), _total(args.weight, []), _total(args.bias, [])
+    known = None
+    if args.statistics is not None:
+        mean, _, rstd = args.statistics.reshape(-1, 3).T.contiguous().unsqueeze(-1)
+        known = mean, rstd
+
+    def of_block(rows: slice, x: Tensor, grad: Tensor) -> _Gradients:
+        if known is None:
+            _, mean, rstd = torch.native_layer_norm(x, (width,), weight, bias, args.eps)
+        else:
+            mean, rstd = known[0][rows], known[1][rows]
+        if _some_far(mean, rstd):
+            return _careful_gradients(grad, x, weight, args.eps)
+        with one_thread():  # it adds up dweight in as many parts as it has threads
+            return _Gradients(
+                *torch.ops.aten.native_layer_norm_backward(
+                    grad, x, (width,), mean, rstd, weight, bias, [True, True, True]
+                )
+            )
+
+    if x.numel() <= BLOCK and x.dtype == weight.dtype:  # nothing to copy
+        dx, *sums = of_block(slice(None), x.reshape(-1, width), args.grad.reshape(-1, width))
+        return dx.view(x.shape), _total(args.weight, sums[:1]), _total(args.bias, sums[1:])
     dx = torch.empty(x.shape, dtype=x.dtype)
+    dx_rows = dx.view(-1, width)
     found: dict[int, tuple[Tensor, Tensor]] = {}  # dweight and dbias of each block
-    if x.numel() > 0:
-        dx_rows = dx.view(-1, width)
-        known = None if args.statistics is None else args.statistics.reshape(-1, 3)
 
-        def work(thread: int, threads: int) -> None:
-            x_copy, grad_copy = scratch_for(x, 2)
-            for i, (rows, blocks) in islice(enumerate(row_blocks(x, args.grad)), thread, None, threads):
-                x_block, grad = working_copy(blocks[0], x_copy), working_copy(blocks[1], grad_copy)
-                if known is None:
-                    _, mean, rstd = torch.native_layer_norm(x_block, (width,), weight, bias, args.eps)
-                else:
-                    mean, _, rstd = known[rows].T.contiguous().unsqueeze(-1)
-                if _some_far(mean, rstd):
-                    of_block = _careful_gradients(grad, x_block, weight, args.eps)
-                else:
-                    of_block = _Gradients(
-                        *torch.ops.aten.native_layer_norm_backward(
-                            grad, x_block, (width,), mean, rstd, weight, bias, [True, True, True]
-                        )
-                    )
-                dx_rows[rows] = of_block.x
-                found[i] = of_block.weight, of_block.bias
+    def work(thread: int, threads: int) -> None:
+        x_copy, grad_copy = scratch_for(x, 2)
+        for i, (rows, blocks) in islice(enumerate(row_blocks(x, args.grad)), thread, None, threads):
+            of_rows = of_block(rows, working_copy(blocks[0], x_copy), working_copy(blocks[1], grad_copy))
+            dx_rows[rows] = of_rows.x
+            found[i] = of_rows.weight, of_rows.bias
 
-        in_threads(work, most=-(-x.numel() // BLOCK))
-    sums = [found[i] for i in range(len(found))]
-    return dx, _total(args.weight, [s[0] for s in sums]), _total(args.bias, [s[1] for s in sums])
+    in_threads(work, most=-(-x.numel() // BLOCK))
+    of_blocks = [found[i] for i in range(len(found))]
+    return dx, _total(args.weight, [s[0] for s in of_blocks]), _total(args.bias, [s[1] for s in of_blocks])
 
 
 class _Gradients(NamedTuple):
@@ -117,6 +127,8 @@ def _total(like: Tensor | None, sums: list[Tensor]) -> Tensor | None:
     """Blocks are summed in float32, their sums in float64: it costs nothing and adds no rounding of its own."""
     if like is None:
         return None
+    if len(sums) == 1:
+        return sums[0].to(like.dtype)
     total = torch.zeros(like.shape, dtype=torch.float64)
     for of_block in sums:
         total += of_block

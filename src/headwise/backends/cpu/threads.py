@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 
 import torch
 
@@ -48,6 +49,17 @@ def in_threads(work: Callable[[int, int], None], most: int) -> None:
         torch.set_num_threads(before)
     for other in others:
         other.result()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch's operations inside run in the calling thread alone. For sums whose bits depend on how many there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @functools.cache

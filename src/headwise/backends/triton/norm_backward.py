@@ -50,16 +50,17 @@ def _row_sums(h, normal, CENTRE: tl.constexpr):
 def _backward_one_pass(
     x, grad, added, weight, statistics, dx, dweight, dbias, rows, width, x_stride, grad_stride, added_stride,
     weight_offset, CENTRE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """SPLITS programs have the same rows; each has its own columns, and reads the others' only for the sums of a row.
 
-    They run side by side, so what one reads from memory the others find in the L2 cache.
+    They run side by side, so what one reads from memory the others find in the L2 cache. APART: sums of dweight stay apart
+    for each of ROWS until the end, and no step ends with a sum across warps.
     """
     split, program = tl.program_id(0), tl.program_id(1)
     column = split * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
     gain = gain_of(weight, column, column < width, weight_offset)
-    of_weight = tl.zeros([COLUMNS], tl.float32)
+    of_weight = tl.zeros([ROWS, COLUMNS] if APART else [COLUMNS], tl.float32)
     of_bias = of_weight
     for first in tl.range(program * ROWS, rows, tl.num_programs(1) * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS).to(tl.int64)  # [ROWS]
@@ -85,7 +86,9 @@ def _backward_one_pass(
             products += product * r
         result = _of_rows(dnormal, normal, sums, products / width, r, width, CENTRE)
         _store_rows(dx, added, result, row, column, inside, width, added_stride)
-        of_weight, of_bias = _add_rows(of_weight, of_bias, dweight, dbias, g, normal)
+        of_weight, of_bias = _add_rows(of_weight, of_bias, dweight, dbias, g, normal, APART)
+    if APART:
+        of_weight, of_bias = tl.sum(of_weight, 0), tl.sum(of_bias, 0)
     _store_partials(dweight, dbias, program, column, width, of_weight, of_bias)
 
 
@@ -105,11 +108,11 @@ def _store_rows(dx, added, result, row, column, inside, width, added_stride):
 
 
 @triton.jit
-def _add_rows(of_weight, of_bias, dweight, dbias, g, normal):
+def _add_rows(of_weight, of_bias, dweight, dbias, g, normal, APART: tl.constexpr):
     if dweight is not None:
-        of_weight += tl.sum(g * normal, 0)
+        of_weight += g * normal if APART else tl.sum(g * normal, 0)
     if dbias is not None:
-        of_bias += tl.sum(g, 0)
+        of_bias += g if APART else tl.sum(g, 0)
     return of_weight, of_bias
 
 
@@ -176,7 +179,7 @@ def _backward_columns(
         normal = a * r[:, None]
         result = _of_rows(g * gain[None, :], normal, sums, mean_product, r, width, CENTRE)
         _store_rows(dx, added, result, row, column, inside, width, added_stride)
-        of_weight, of_bias = _add_rows(of_weight, of_bias, dweight, dbias, g, normal)
+        of_weight, of_bias = _add_rows(of_weight, of_bias, dweight, dbias, g, normal, False)
     _store_partials(dweight, dbias, program, column, width, of_weight, of_bias)
 
 
@@ -205,15 +208,17 @@ class _BackwardTile(NamedTuple):
     columns: int
     splits: int  # of a row's columns
     stages: int
+    apart: bool
     warps: int
     programs: int  # per multiprocessor
 
 
 def _backward_tile(gpu: Gpu, width: int, element: int, centre: bool, tensors: int) -> _BackwardTile | None:
-    """16 KB of x a step, the best of a sweep on an H200; None where a row is too long for one pass.
+    """The best of two sweeps on an H200; None where a row is too long for one pass. tensors: how many are read.
 
-    Each step ends with a sum over the rows that crosses warps: where many short rows make a step, longer steps have fewer
-    of them, and more programs instead of a deeper pipeline hide the loads. tensors: how many are read.
+    16 KB of x a step. Where rows are so short that a sum over the rows of a step would cross warps, 4096 elements a step
+    whose rows are added at the end, and more programs instead of a deeper pipeline; or, where the norm has few numbers to
+    hold, longer steps.
     """
     columns = max(16, power_of_two(width))
     if columns * element > 32768:
@@ -221,14 +226,20 @@ def _backward_tile(gpu: Gpu, width: int, element: int, centre: bool, tensors: in
     if columns > 8192:
         # Beside its own half of a row each program fetches the other half ahead: 160 KB at three stages, 32 more with
         # a third tensor.
-        return _BackwardTile(1, 8192, 2, 3 if gpu.shared_memory > (96 + 32 * tensors) << 10 else 1, 8, 1)
-    if columns <= 256 and element == 2:
-        tile = _BackwardTile(min(256, 16384 // columns), columns, 1, 2, 8, 4)
+        stages = 3 if gpu.shared_memory > (96 + 32 * tensors) << 10 else 1
+        return _BackwardTile(1, 8192, 2, stages, False, 8, 1)
+    few_numbers = not centre and tensors == 2
+    if columns <= 1024 and not few_numbers:
+        rows = (2048 if centre and columns <= 128 else 4096) // columns
+        warps = 8 if columns <= 256 and not centre else 4
+        tile = _BackwardTile(rows, columns, 1, 3, True, warps, 4 if columns <= 256 else 2)
+    elif columns <= 256 and element == 2:
+        tile = _BackwardTile(min(256, 16384 // columns), columns, 1, 2, False, 8, 4)
     else:
         rows = max(1, min(32, 16384 // (columns * element)))
         # A mean or a third tensor takes more registers than 128 threads have.
-        warps = 4 if columns < 4096 and not centre and tensors == 2 else 8
-        tile = _BackwardTile(rows, columns, 1, 3, warps, max(1, min(8, 1024 // columns)))
+        warps = 4 if columns < 4096 and few_numbers else 8
+        tile = _BackwardTile(rows, columns, 1, 3, False, warps, max(1, min(8, 1024 // columns)))
     ahead = tensors * tile.rows * columns * element  # bytes that a stage holds
     room = max(0, gpu.shared_memory - REDUCTION_BYTES * 2) // ahead
     return tile._replace(stages=min(tile.stages, 1 + room))
@@ -259,7 +270,7 @@ def backward(
         dweight, dbias = _in_places(partials, weight, bias)
         gpu.launch(
             _backward_one_pass, (tile.splits, programs), (*inputs, known, dx, dweight, dbias),
-            (rows, width, *strides, norm.weight_offset), (norm.centre, *tile[:4]), warps=tile.warps,
+            (rows, width, *strides, norm.weight_offset), (norm.centre, *tile[:5]), warps=tile.warps,
         )  # fmt: skip
     else:
         block = long_block(gpu, 8192, 8, width, x, g)

@@ -31,6 +31,7 @@ from headwise.backends.triton.row_tiling import (
     few_rows,
     fits_one_pass,
     long_block,
+    most_warps,
     one_pass_tile,
     persistent_programs,
 )
@@ -117,7 +118,6 @@ def _forward_one_pass(
     a = _load(
         x, residual, h, row[:, None], column[None, :], inside, width, x_stride, residual_stride, "", ""
     )  # fmt: skip
-    gain = gain_of(weight, column, column < width, weight_offset)
     if CENTRE:
         mean = tl.sum(a, 1) / width  # [ROWS]
         a = tl.where(inside, a - mean[:, None], 0.0)
@@ -125,7 +125,9 @@ def _forward_one_pass(
         rest = sums / width
         r = _rstd(squares - rest * sums, width, eps)
         a -= rest[:, None]
+        gain = gain_of(weight, column, column < width, weight_offset)  # only now: the statistics need the registers
     else:
+        gain = gain_of(weight, column, column < width, weight_offset)
         mean, rest, r = None, None, tl.rsqrt(tl.sum(a * a, 1) / width + eps)  # [ROWS]
     if statistics is not None:
         _store_statistics(statistics, row, mean, rest, r, row < rows, CENTRE)
@@ -258,9 +260,11 @@ def forward(gpu: Gpu, norm: Norm[Tensor], with_statistics: bool) -> tuple[Tensor
     tensors = (source.tensor, other, gain, shift, y, h, statistics)
     numbers = (rows, width, source.stride, other_stride, norm.eps, norm.weight_offset)
     if fits_one_pass(width, x):
-        per_program, columns, warps = one_pass_tile(gpu, width)
-        grid = (triton.cdiv(rows, per_program),)
-        gpu.launch(_forward_one_pass, grid, tensors, numbers, (norm.centre, per_program, columns), warps=warps)
+        *tile, warps, registers = _one_pass_tile(gpu, norm.centre, width, *inputs)
+        grid = (triton.cdiv(rows, tile[0]),)
+        gpu.launch(
+            _forward_one_pass, grid, tensors, numbers, (norm.centre, *tile), warps=warps, registers=registers
+        )  # fmt: skip
     elif few_rows(gpu, rows):
         block = long_block(gpu, 4096, 4, width, *inputs)
         splits = triton.cdiv(width, block.columns)
@@ -280,6 +284,22 @@ def forward(gpu: Gpu, norm: Norm[Tensor], with_statistics: bool) -> tuple[Tensor
         grid = (persistent_programs(gpu, rows, width * x.element_size(), block),)
         gpu.launch(_forward_two_pass, grid, tensors, numbers, (norm.centre, *block.constants), warps=block.warps)
     return y, h, statistics
+
+
+def _one_pass_tile(gpu: Gpu, centre: bool, width: int, *inputs: Rows) -> tuple[int, int, int, int]:
+    """``(rows, columns, warps, registers)`` of a program.
+
+    About the mean three sums wait for each other: 32 elements a thread, so that few warps meet, and registers for as many
+    programs as hide the waiting. An H200 holds two programs of 16384 elements with 64 registers, and one with the 81 that
+    the compiler would take.
+    """
+    if not (centre and aligned_rows(gpu, width, *inputs)):
+        return *one_pass_tile(gpu, width), 0
+    columns = max(16, power_of_two(width))
+    rows = max(1, 4096 // columns)
+    warps = min(max(4, columns // 1024), most_warps(gpu))
+    limited = rows == 1 and inputs[0].tensor.element_size() == 2 and not gpu.hip  # float32 would spill
+    return rows, columns, warps, 64 if limited else 0
 
 
 def two_pass_block(gpu: Gpu, width: int, *inputs: Rows, centre: bool = False) -> Block:

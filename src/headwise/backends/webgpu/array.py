@@ -56,6 +56,19 @@ class Array(Tensor):
     def _region(self) -> Region:
         return self._layout.on(self._storage)
 
+    @property
+    def data(self) -> Tensor:
+        """The same elements, unknown to autograd; ``x.data = y`` gives x the memory of y."""
+        found: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return found
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        if not isinstance(other, Array):
+            raise TypeError(f"x.data = y: x is on webgpu and y on {other.device}; bring y there with y.to(x.device)")
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self._storage, self._layout, self._device = other._storage, other._layout, other._device
+
     def torch(self) -> Tensor:
         """A copy on the CPU, differentiable. Waits for the GPU."""
         if not REGISTERED and self.requires_grad and torch.is_grad_enabled():
@@ -239,12 +252,12 @@ def array(tensor: Tensor | Any) -> Array:
     return uploaded(tensor)
 
 
-def uploaded(tensor: Tensor) -> Array:
-    """The elements of a CPU tensor in memory of the GPU; nothing for autograd."""
+def uploaded(tensor: Tensor, constant: bool = False) -> Array:
+    """The elements of a CPU tensor in memory of the GPU; nothing for autograd. constant: as in `OpenDevice.upload`."""
     backward_in_this_thread()
     device = runtime.device()
     with device.in_use():
-        return Array(device.upload(tensor), device)
+        return Array(device.upload(tensor, constant), device)
 
 
 class _Readback(torch.autograd.Function):

@@ -236,8 +236,10 @@ def _tile(
 
 
 def default_tile(subgroup: int, side: str, first: int, second: int, masked: bool = False) -> BackwardTile:
-    """A tile that fits every adapter. subgroup: its size, or 0. first, second: vectors of a row of q and of v. masked: with a
-    mask."""
+    """A tile that fits every adapter. subgroup: its size, or 0. first, second: vectors of a row of q and of v.
+
+    masked: with a mask.
+    """
     widest = max(first, second)
     held, most = (3, 4) if side == QUERIES else (4, 2)  # tensors in registers; vectors that a lane has of a row
     rows = lanes = 4

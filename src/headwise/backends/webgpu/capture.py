@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -25,14 +25,12 @@ from headwise.backends.webgpu import runtime
 from headwise.backends.webgpu.array import Array
 from headwise.backends.webgpu.capture_errors import CaptureError
 from headwise.backends.webgpu.capture_optimizers import Optimizers
+from headwise.backends.webgpu.recorder import Drawn, Record
 from headwise.backends.webgpu.shaders import Kernel
 from headwise.backends.webgpu.storage import GpuMemory, Region, Storage, contiguous_strides
 from headwise.backends.webgpu.torch_device import backward_in_this_thread
 
-if TYPE_CHECKING:
-    from headwise.backends.webgpu.recorder import Record
-
-_Call = tuple["Record", tuple[Any, ...], bytes | None]  # with its buffers and its scalars
+_Call = tuple[Record, tuple[Any, ...], bytes | None]  # with its buffers and its scalars
 
 
 class Step(NamedTuple):
@@ -44,11 +42,11 @@ class Step(NamedTuple):
     bound: tuple[tuple[Any, int, int], ...]  # buffer, first byte, bytes
 
 
-class Drawn(NamedTuple):
-    """Scalars that every replay makes anew."""
+class Draw(NamedTuple):
+    """A random draw, which every replay makes anew."""
 
-    places: tuple[int, ...]  # in the capture's parameters
-    again: Any  # gives the next ones; random.Draw
+    places: list[int]  # of its number, in the capture's parameters; several where it was made again, in a checkpoint
+    again: Any  # gives the next one; recorder.Drawn
 
 
 class PrivateMemory(GpuMemory):
@@ -56,7 +54,7 @@ class PrivateMemory(GpuMemory):
 
     def __init__(self, shared: GpuMemory) -> None:
         self._shared = shared
-        super().__init__(shared._gpu, shared._most, shared._name, shared._submit)
+        super().__init__(shared._gpu, shared._most, shared._name, shared._submit, shared.submission)
         self._held: list[Storage] = []
 
     @property
@@ -81,6 +79,10 @@ class PrivateMemory(GpuMemory):
     def trim(self) -> None:
         self._shared.trim()
 
+    @property
+    def whole(self) -> GpuMemory:
+        return self._shared
+
 
 class Capture:
     """A step that was recorded: call it to replay it. Made by `headwise.webgpu.capture`."""
@@ -92,11 +94,16 @@ class Capture:
                 raise TypeError(
                     f"capture: {name} is {_described(x)}; it needs to be a tensor on webgpu, into which replays copy"
                 )
+            for other, y in self.inputs.items():
+                if _overlap(x._region, y._region):
+                    raise ValueError(f"capture: {name} and {other} share memory; a replay could not give them both")
+            if any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)):
+                raise ValueError(f"capture: {name} is expanded, its elements share memory; pass x.contiguous()")
             self.inputs[name] = x
         self._in_order = len(inputs)
         self._calls: list[_Call] = []
         self.kept: dict[int, Storage] = {}  # what the block used and did not make, and what it uploaded, by buffer
-        self._uploads: dict[int, bytes] = {}  # their bytes
+        self._content: dict[int, bytes] = {}  # of what it uploaded, by buffer
         self._state = "new"
 
     # ------------------------------------------------------------------------------------------------------ recording
@@ -133,33 +140,34 @@ class Capture:
             self._calls = []
             device.lock.release()
 
-    def add(self, record: Record, storages: Sequence[Storage], scalars: bytes | None) -> None:
+    def _add(self, record: Record, storages: Sequence[Storage], scalars: bytes | None) -> None:
         """A call of the block: `Record.replay` tells."""
         for storage in storages:
             if storage.pool is not self._memory:
                 self.kept[id(storage.buffer)] = storage
         self._calls.append((record, tuple([storage.buffer for storage in storages]), scalars))
 
-    def empty_for_upload(self, shape: tuple[int, ...], dtype: torch.dtype) -> Region:
+    def _empty_for_upload(self, shape: tuple[int, ...], dtype: torch.dtype, constant: bool) -> Region:
         """Memory for a CPU tensor that the block uploads: every replay will see the same elements."""
-        if math.prod(shape) > 1:
+        if math.prod(shape) > 1 and not constant:
             raise CaptureError(
                 f"headwise: a tensor {shape} of {str(dtype).removeprefix('torch.')} goes from the CPU to webgpu inside of a "
                 "capture, and every replay would see the same elements. Make it before the block; if it changes from step "
                 "to step, pass it to capture(…)"
             )
-        storage = self._memory.take_new(16)  # what the block wrote before, a replay writes again
+        # New memory: what the block wrote before, a replay writes again.
+        storage = self._memory.take_new(math.prod(shape) * dtype.itemsize)
         return Region(storage, dtype, shape, contiguous_strides(shape))
 
-    def uploaded(self, storage: Storage, content: Any) -> None:
+    def _uploaded(self, storage: Storage, content: Any) -> None:
         self.kept[id(storage.buffer)] = storage  # so that nothing else in the block gets it
-        self._uploads[id(storage.buffer)] = bytes(content)
+        self._content[id(storage.buffer)] = bytes(content)
 
     def _prepare(self) -> None:
         """All dispatches with their bind groups, ready to be encoded."""
         parameters = bytearray()
         self.steps: list[Step] = []
-        self.drawn: list[Drawn] = []
+        draws: dict[bytes, Draw] = {}
         for record, buffers, scalars in self._calls:
             base = len(parameters)
             parameters += record._parameters
@@ -167,13 +175,12 @@ class Capture:
                 places = tuple([base + place for place in record._places])
                 for place in places:
                     parameters[place : place + len(scalars)] = scalars
-                again = getattr(scalars, "again", None)
-                if again is not None:
-                    self.drawn.append(Drawn(places, again))
+                if isinstance(scalars, Drawn):
+                    draws.setdefault(scalars[: Drawn.POSITION], Draw([], scalars.again)).places.extend(places)
             for kernel, groups, (first, size), bound in record._dispatches:
                 found = tuple([(buffers[number], start, count) for number, start, count in bound])
                 self.steps.append(Step(kernel, groups, (base + first, size), found))
-        self.parameters = parameters
+        self.parameters, self.draws = parameters, list(draws.values())
         self._uniform = self.device.uniform(bytes(parameters), changes=True) if parameters else None
         self._commands = []
         last = None
@@ -191,14 +198,13 @@ class Capture:
             for (buffer, _, _), of in zip(step.bound, step.kernel.buffers, strict=True) if of.written
         }  # fmt: skip
         # What the block uploads and then changes is uploaded again before every replay.
-        self.restored = [(self.kept[i], content) for i, content in self._uploads.items() if i in written]
+        self.restored = [(self.kept[i], content) for i, content in self._content.items() if i in written]
 
     # -------------------------------------------------------------------------------------------------------- replays
 
     def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> None:
         """Copy new elements into the inputs, and replay the step. It does not wait for the GPU."""
-        if self._state != "ready":
-            raise CaptureError(f"headwise: nothing to replay: the capture is {self._state}")
+        self._ready("replay")
         device = self.device
         if device is not runtime.process.device:
             raise runtime.DeviceLost("the GPU of this capture was lost since; make arrays and capture anew")
@@ -207,17 +213,26 @@ class Capture:
             if device.capture is not None:
                 raise CaptureError("headwise: a replay inside of a capture")
             self._optimizers.check()
+            changed = {id(self.inputs[name]._storage) for name, x in given.items() if x is not self.inputs[name]}
+            for name, x in given.items():
+                if isinstance(x, Array) and x is not self.inputs[name] and id(x._storage) in changed:
+                    given[name] = x.detach().clone()  # what it holds now, not what another input leaves there
             for name, x in given.items():
                 self._copy(self.inputs[name], x)
             for storage, content in self.restored:
                 device.flush()
                 device.write(storage, 0, content)
-            if self.drawn:
+            if self.draws:
                 self._draw()
             self._encode()
             device.flush()
 
     replay = __call__
+
+    def _ready(self, what: str) -> None:
+        """An error, if there is no recorded step. what: is to be done with it."""
+        if self._state != "ready":
+            raise CaptureError(f"headwise: nothing to {what}: the capture is {self._state}")
 
     def _checked(self, inputs: Sequence[torch.Tensor], named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if len(inputs) > len(self.inputs):
@@ -253,13 +268,14 @@ class Capture:
                 target.detach().copy_(x)
 
     def _draw(self) -> None:
-        for places, again in self.drawn:
-            scalars = again()
+        for places, again in self.draws:
+            number = again()[: Drawn.POSITION]
             for place in places:
-                self.parameters[place : place + len(scalars)] = scalars
+                self.parameters[place : place + len(number)] = number
         # From the first to the last of them: one write.
-        first, last = self.drawn[0].places[0], self.drawn[-1].places[-1]
-        self.device.gpu.queue.write_buffer(self._uniform, first, self.parameters[first : last + 32])
+        every = [place for places, _ in self.draws for place in places]
+        first, past = min(every), max(every) + Drawn.POSITION
+        self.device.gpu.queue.write_buffer(self._uniform, first, self.parameters[first:past])
 
     def _encode(self) -> None:
         device = self.device
@@ -274,6 +290,14 @@ class Capture:
             set_bind_group(compute_pass, 0, group, count, offsets[count])
             dispatch(compute_pass, x, y, z)
         device.counts.dispatches += len(self._commands)
+
+
+def _overlap(a: Region, b: Region) -> bool:
+    """Do they share elements? Parts of rows beside each other are not recognised, and pass."""
+    if a.storage is not b.storage or not (a.contiguous and b.contiguous) or not (a.numel and b.numel):
+        return False
+    (a_first, a_past), (b_first, b_past) = ([place * x.itemsize for place in x.span()] for x in (a, b))
+    return a_first < b_past and b_first < a_past
 
 
 def _described(x: Any) -> str:

@@ -1,28 +1,37 @@
 """Optimizers inside of a capture: what a replay would not bring forward is refused.
 
 An optimizer keeps moments and step counts. A replay advances those that are tensors on the GPU and were there before the
-block; it cannot make them anew, and it does not see numbers of Python's.
+block; it cannot make them anew, and it does not see numbers of Python's, nor tensors that take the place of others.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from headwise.backends.webgpu.array import Array
 from headwise.backends.webgpu.capture_errors import CaptureError
+from headwise.backends.webgpu.storage import Storage
 
-_Options = list[tuple[str, dict[str, Any], dict[str, Any]]]  # name of the optimizer, its group, the group's numbers
+_AGAIN = "Capture the step anew"
+
+
+class _Group(NamedTuple):
+    """A group of parameters of an optimizer, as its step was recorded."""
+
+    group: dict[str, Any]
+    options: dict[str, Any]  # what `_fact` says of them
+    memory: list[Storage | None]  # of its parameters
 
 
 class Optimizers:
-    """Those that make a step inside of the block, and the numbers that their steps were recorded with."""
+    """Those that make a step inside of the block, and what their steps were recorded with."""
 
     def __init__(self) -> None:
         self._before: dict[int, dict[tuple[int, str], Any]] = {}
-        self._options: _Options = []
+        self._recorded: dict[int, tuple[Any, list[_Group]]] = {}
         self._hooks = [
             register_optimizer_step_pre_hook(self._begins),
             register_optimizer_step_post_hook(self._ends),
@@ -34,14 +43,23 @@ class Optimizers:
             hook.remove()
 
     def check(self) -> None:
-        """Before a replay: a learning rate that was set since would be without effect."""
-        for name, group, numbers in self._options:
-            for option, number in numbers.items():
-                if group.get(option) is not number and group.get(option) != number:
+        """Before a replay: what was set since, or took the place of something, would be without effect."""
+        for optimizer, groups in self._recorded.values():
+            name, now = type(optimizer).__name__, optimizer.param_groups
+            if len(now) != len(groups) or any(a is not b.group for a, b in zip(now, groups, strict=True)):
+                raise CaptureError(
+                    f"headwise: {name} has other groups of parameters than when the step was captured (load_state_dict and "
+                    f"add_param_group make such), and a replay would go on with the old. {_AGAIN}"
+                )
+            for group, options, memory in groups:
+                for option, fact in options.items():
+                    value = _fact(group.get(option))
+                    if value is not fact and value != fact:
+                        raise CaptureError(_changed(name, option, value, fact))
+                if [_memory(p) for p in group["params"]] != memory:
                     raise CaptureError(
-                        f"headwise: {option} of {name} is {group.get(option)} now and was {number} when the step was "
-                        f"captured: a number is part of the recording. Make it a tensor on webgpu, and change that in place "
-                        f"({option}.fill_(…)), or pass it to capture(…)"
+                        f"headwise: a parameter of {name} lies in other memory than when the step was captured (p.data = x "
+                        f"does that), and a replay would change the old. Write in place: p.data.copy_(x), or c{_AGAIN[1:]}"
                     )
 
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -72,9 +90,17 @@ class Optimizers:
                     f"headwise: {name} keeps {key[1]!r} on the CPU, where no replay advances it. Make the optimizer with "
                     "capturable=True, or use another"
                 )
-        for group in optimizer.param_groups:
-            numbers = {k: v for k, v in group.items() if isinstance(v, (int, float, tuple)) and not isinstance(v, bool)}
-            self._options.append((name, group, {k: v for k, v in numbers.items() if not _has_tensors(v)}))
+        self._recorded[id(optimizer)] = (
+            optimizer,
+            [
+                _Group(
+                    group,
+                    {option: _fact(value) for option, value in group.items() if option != "params"},
+                    [_memory(p) for p in group["params"]],
+                )
+                for group in optimizer.param_groups
+            ],
+        )
 
 
 def _state(optimizer: Any) -> dict[tuple[int, str], Any]:
@@ -84,5 +110,26 @@ def _state(optimizer: Any) -> dict[tuple[int, str], Any]:
     }
 
 
-def _has_tensors(value: Any) -> bool:
-    return isinstance(value, tuple) and any(isinstance(x, torch.Tensor) for x in value)
+def _memory(p: Any) -> Storage | None:
+    return p._storage if isinstance(p, Array) else None
+
+
+def _fact(value: Any) -> Any:
+    """What a recording depends on: of a tensor on the GPU where it lies, of all else what it is."""
+    if isinstance(value, torch.Tensor):
+        return _memory(value) or value.tolist()
+    return tuple(_fact(x) for x in value) if isinstance(value, tuple) else value
+
+
+def _changed(name: str, option: str, value: Any, fact: Any) -> str:
+    if isinstance(fact, Storage):
+        return (
+            f"headwise: {option} of {name} is another tensor now than when the step was captured: change that one in place "
+            f"({option}.fill_(…)). {_AGAIN}"
+        )
+    number = isinstance(fact, (int, float, tuple)) and not isinstance(fact, bool)
+    way_out = f"Make it a tensor on webgpu, and change that in place ({option}.fill_(…)), or pass it to capture(…)"
+    return (
+        f"headwise: {option} of {name} is {'a tensor' if isinstance(value, Storage) else value} now and was {fact} when the "
+        f"step was captured: it is part of the recording. {way_out if number else _AGAIN}"
+    )

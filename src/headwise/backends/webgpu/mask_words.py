@@ -68,14 +68,16 @@ def packed_mask(device: Device, given: Region) -> PackedMask:
     mask = mask.with_shape(mask.shape, given.broadcast_strides)
     batch, heads, queries, keys = mask.shape
     width, states = _widths(keys)
-    shape = (batch, heads, -(-queries // QUERIES), min(queries, QUERIES) * width + 2 * states)
+    some = min(queries, QUERIES) * width  # where the states of a block begin; the last block may have fewer queries
+    shape = (batch, heads, -(-queries // QUERIES), some + 2 * states)
     packed = PackedMask(device.empty(shape, torch.int32), 0, queries, keys)
     step = mask.strides[3]
     kernel = device.kernel("mask_words", neighbours=step == 1 and keys > 1, one_key=keys == 1)
-    for source, target in _pieces(device, mask, packed.words):
+    for source, target, before in _pieces(device, mask, packed.words):
         entries, blocks = target.shape[0] * target.shape[1], target.shape[2]
         of_source, of_target = source.broadcast_strides, target.broadcast_strides
-        parameters = (target.shape[1], blocks, source.shape[2], keys, *of_source, width, states, *of_target[:3])
+        sizes = target.shape[1], blocks, source.shape[2], before, keys
+        parameters = (*sizes, *of_source, width, some, states, *of_target[:3])
         device.run(kernel, entries * blocks * states, parameters, mask=source, words=target)
     return packed
 
@@ -86,19 +88,25 @@ def _widths(keys: int) -> tuple[int, int]:
     return width, -(-width // _WORDS)
 
 
-def _pieces(device: Device, mask: Region, words: Region) -> Iterator[tuple[Region, Region]]:
-    """The mask and its words; or as many blocks of one head as a kernel may bind of both."""
+def _pieces(device: Device, mask: Region, words: Region) -> Iterator[tuple[Region, Region, int]]:
+    """The mask, its words, and 0; or as many blocks of one head as a kernel may bind of both.
+
+    Where that is not even one: some of its queries, and how many came before them.
+    """
     if copies.fits(device, mask) and copies.fits(device, words):
-        yield mask, words
+        yield mask, words, 0
         return
     most = device.capabilities.binding_bytes - 512
     blocks = max(1, most // max(QUERIES * mask.shape[3], 4 * words.shape[3]))
+    rows = min(blocks * QUERIES, max(1, most // mask.shape[3]))
     for b in range(mask.shape[0]):
         for h in range(mask.shape[1]):
             of_mask, of_words = (x.narrow(0, b, 1).narrow(1, h, 1) for x in (mask, words))
-            for first in range(0, words.shape[2], blocks):
-                row, count = first * QUERIES, min(blocks, words.shape[2] - first)
-                source = of_mask.narrow(2, row, min(count * QUERIES, mask.shape[2] - row))
-                if not copies.fits(device, source):
-                    source = copies.copied(device, source)
-                yield source, of_words.narrow(2, first, count)
+            for block in range(0, words.shape[2], blocks):
+                count = min(blocks, words.shape[2] - block)
+                past = min((block + count) * QUERIES, mask.shape[2])
+                for row in range(block * QUERIES, past, rows):
+                    source = of_mask.narrow(2, row, min(rows, past - row))
+                    if not copies.fits(device, source):
+                        source = copies.copied(device, source)
+                    yield source, of_words.narrow(2, block, count), row - block * QUERIES

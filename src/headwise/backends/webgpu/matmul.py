@@ -1,17 +1,19 @@
-"""Matrix products on WebGPU: ``wgsl/matmul.wgsl``, for launchers of ops that have a linear layer in them."""
+"""Matrix products on WebGPU: ``wgsl/matmul.wgsl``, for launchers of ops that have a linear layer in them.
+
+A few rows go to ``wgsl/matmul_rows.wgsl``. Where workgroups are too few for the GPU, k is cut into parts, whose float32 sums
+``wgsl/matmul_sum.wgsl`` adds up in their order.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from headwise.backends.webgpu import copies
+from headwise.backends.webgpu import copies, matmul_plans
 from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region
 
-TILE_M, TILE_N = 64, 128
-# Products that are added up in one chain. A float32 sum of tens of thousands in one chain loses a digit.
-CHAIN = 512
+_UNITS = (128, 64, 4)  # where a matrix is cut that is larger than a binding
 
 
 def matmul(device: Device, a: Region, b: Region, dtype: torch.dtype, bias: Region | None = None) -> Region:
@@ -34,13 +36,16 @@ def matmul_into(
     """
     if 0 in out.shape:
         return
+    if a.shape[0] > 1 and b.shape[-1] == 1 and len(a.shape) == 2 and bias is None and out.contiguous:
+        # A column: the same as a row of the transposed product.
+        a, b, out = transposed(b), transposed(a), out.with_shape((1, a.shape[0]))
     a, b = _readable(device, a), _readable(device, b)
     if out.dtype == torch.float32:
         _windows(device, a, b, out, add, bias)
         return
     if add:
         raise NotImplementedError(f"adding to a matrix of {out.dtype}: it would be rounded more than once")
-    if a.shape[-1] <= CHAIN and _lines_of_vectors(out, 0) and all(copies.fits(device, x) for x in (a, b, out)):
+    if _lines_of_vectors(out, 0) and all(copies.fits(device, x) for x in (a, b, out)):
         _dispatch(device, a, b, out, False, bias)
         return
     sums = device.empty(out.shape, torch.float32)
@@ -80,7 +85,7 @@ def _lines_of_vectors(x: Region, lines: int) -> bool:
 
 
 def _windows(device: Device, a: Region, b: Region, out: Region, add: bool, bias: Region | None) -> None:
-    """Halve what is larger than a binding, and a long chain of sums."""
+    """Halve what is larger than a binding."""
     (m, k), n = a.shape[-2:], b.shape[-1]
     up, along = len(a.shape) - 2, len(a.shape) - 1  # the dims of a matrix
     if up and a.shape[0] > 1 and not all(copies.fits(device, x) for x in (a, b, out)):
@@ -91,12 +96,11 @@ def _windows(device: Device, a: Region, b: Region, out: Region, add: bool, bias:
         return
     of_k = not copies.fits(device, a) and a.strides[along] > a.strides[up]
     of_k = of_k or (not copies.fits(device, b) and b.strides[up] > b.strides[along])
-    if of_k or k > CHAIN:
-        first = CHAIN if k > CHAIN and not of_k else _half(k)
-        if first < k:
-            _windows(device, a.narrow(along, 0, first), b.narrow(up, 0, first), out, add, bias)
-            _windows(device, a.narrow(along, first, k - first), b.narrow(up, first, k - first), out, True, None)
-            return
+    if of_k and k > 1:
+        first = _half(k)
+        _windows(device, a.narrow(along, 0, first), b.narrow(up, 0, first), out, add, bias)
+        _windows(device, a.narrow(along, first, k - first), b.narrow(up, first, k - first), out, True, None)
+        return
     if not (copies.fits(device, a) and copies.fits(device, out)) and m > 1:
         first = _half(m)
         for start, count in ((0, first), (first, m - first)):
@@ -113,29 +117,102 @@ def _windows(device: Device, a: Region, b: Region, out: Region, add: bool, bias:
 
 def _half(size: int) -> int:
     """About half, at the boundary of a tile or a vector where there is one."""
-    unit = next((u for u in (TILE_N, TILE_M, 4) if size >= 2 * u), 1)
+    unit = next((u for u in _UNITS if size >= 2 * u), 1)
     return -(-size // (2 * unit)) * unit
 
 
 def _dispatch(device: Device, a: Region, b: Region, out: Region, add: bool, bias: Region | None) -> None:
+    if not add and _few_rows(device, a, b, out, bias):
+        return
     (m, k), n = a.shape[-2:], b.shape[-1]
-    batched = len(a.shape) == 3
+    count = a.shape[0] if len(a.shape) == 3 else 1
+    # The sum of parts goes over all elements in a row, in vectors.
+    dense = out.contiguous and out.offset % 4 == 0 and m * n % 4 == 0
+    tile, part = matmul_plans.plan_for(device.capabilities, m, n, k, count, dense)
+    if part < k:
+        parts = -(-k // part)
+        shares = device.empty((count * parts, m, n), torch.float32)
+        _tiles(device, tile, a, b, shares, False, None, part)
+        _sum(device, shares, parts, out, add, bias)
+    else:
+        _tiles(device, tile, a, b, out, add, bias, k)
+
+
+def _tiles(
+    device: Device,
+    tile: matmul_plans.Tile,
+    a: Region,
+    b: Region,
+    out: Region,
+    add: bool,
+    bias: Region | None,
+    part: int,
+) -> None:
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    batched, splits = len(a.shape) == 3, part < k
     a_lines, b_lines = (0 if _along_rows(x) else 1 for x in (a, b))
     vectors = [_lines_of_vectors(x, lines) for x, lines in ((a, a_lines), (b, b_lines), (out, 0))]
     kernel = device.kernel(
         "matmul", a=DTYPES[a.dtype], b=DTYPES[b.dtype], bias="" if bias is None else DTYPES[bias.dtype],
         out=DTYPES[out.dtype], a_along="m" if a_lines else "k", b_along="k" if b_lines else "n",
-        a_vectors=vectors[0], b_vectors=vectors[1], out_vectors=vectors[2], adds=add, batched=batched,
+        a_vectors=vectors[0], b_vectors=vectors[1], out_vectors=vectors[2], adds=add, batched=batched, splits=splits,
+        tile=tile[:5], stages=tile.stages,
+        chain=matmul_plans.CHAIN if out.dtype == torch.float32 and part > matmul_plans.CHAIN else 0,
     )  # fmt: skip
     units = [4 if whole else 1 for whole in vectors]
     strides = [
         (x.strides[-2 + lines] if x.shape[-2 + lines] > 1 else 0) // unit
         for x, lines, unit in zip((a, b, out), (a_lines, b_lines, 0), units, strict=True)
     ]
-    tiles = -(-m // TILE_M), -(-n // TILE_N)
+    tiles = -(-m // tile.m), -(-n // tile.n)
     bound = {"a": a, "b": b, "out": out} | ({} if bias is None else {"bias": bias})
     count, batch = 1, []
-    if batched:
-        count = a.shape[0]
-        batch = [*(x.strides[0] // unit for x, unit in zip((a, b, out), units, strict=True)), count]
+    if batched or splits:
+        count = a.shape[0] if batched else 1
+        batch = [x.strides[0] // unit if len(x.shape) == 3 else 0 for x, unit in zip((a, b, out), units, strict=True)]
+        batch.append(count)
+    if splits:
+        parts = -(-k // part)
+        count *= parts
+        batch += [part, parts]
     device.run(kernel, count * tiles[0] * tiles[1], (m, n, k, *strides, *tiles, *batch), **bound)
+
+
+def _few_rows(device: Device, a: Region, b: Region, out: Region, bias: Region | None) -> bool:
+    """The product by the kernel for few rows, where it can."""
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    along_k = not _along_rows(b)
+    whole = _lines_of_vectors(b, 1 if along_k else 0) and out.contiguous and out.offset % 4 == 0 and n % 4 == 0
+    if len(a.shape) > 2 or m > matmul_plans.MOST_ROWS or k == 0 or not whole or (bias is not None and bias.offset % 4):
+        return False
+    if not _along_rows(a) or (along_k and not _lines_of_vectors(a, 0)):
+        a = copies.copied(device, a)
+    plan = matmul_plans.rows_for(m, k, along_k)
+    groups = -(-n // plan.of_workgroup(along_k))
+    part = matmul_plans.part_of_rows(k, groups, plan.step(along_k))
+    parts = -(-k // part)
+    shares = out if parts == 1 else device.empty((parts, m, n), torch.float32)
+    here = bias if parts == 1 else None
+    kernel = device.kernel(
+        "matmul_rows", a=DTYPES[a.dtype], b=DTYPES[b.dtype], bias="" if here is None else DTYPES[here.dtype],
+        out=DTYPES[shares.dtype], b_along="k" if along_k else "n", splits=parts > 1, **plan._asdict(),
+    )  # fmt: skip
+    bound = {"a": a, "b": b, "out": shares} | ({} if here is None else {"bias": here})
+    a_stride = a.strides[0] if m > 1 else 0
+    line = (b.strides[1] if n > 1 else 0) if along_k else (b.strides[0] if k > 1 else 0)
+    parameters = (m, n, k, a_stride // (4 if along_k else 1), line // 4, part)
+    device.run(kernel, groups * parts, parameters, **bound)
+    if parts > 1:
+        _sum(device, shares, parts, out, False, bias)
+    return True
+
+
+def _sum(device: Device, shares: Region, parts: int, out: Region, add: bool, bias: Region | None) -> None:
+    """Add up the parts of each matrix into out, contiguous."""
+    matrices = shares.shape[0] // parts
+    vectors = out.numel // 4 // matrices
+    kernel = device.kernel(
+        "matmul_sum", bias="" if bias is None else DTYPES[bias.dtype], out=DTYPES[out.dtype], adds=add
+    )
+    bound = {"shares": shares, "out": out} | ({} if bias is None else {"bias": bias})
+    device.run(kernel, -(-vectors * matrices // 256), (vectors, parts, matrices, out.shape[-1]), **bound)

@@ -25,8 +25,9 @@ def memory_summary() -> str:
             held[name] += x._storage.size
             many[name] += 1
     with device.lock:
-        allocated = device.pool.allocated
-        free = sum(size * len(buffers) for size, buffers in device.pool.free.items())
+        pool = device.pool.whole
+        allocated = pool.allocated
+        free = sum(size * len(buffers) for size, buffers in pool.free.items())
     lines = [
         f"{device.capabilities.name}: {_size(allocated - free)} in use, {_size(free)} kept for later tensors",
         *(f"{_size(size):>12}  {many[name]:>5} × {name}" for name, size in held.most_common(_SHOWN)),

@@ -46,8 +46,12 @@ def record(function: Callable[[Any, Any], Any], args: Any) -> Callable[..., Any]
 
 
 class Drawn(bytes):
-    """Scalars that every replay of a capture makes anew: random draws."""
+    """Scalars that every replay of a capture makes anew: random draws.
 
+    The first of them, `POSITION` bytes, say which draw it is: where they are equal, a draw is made a second time.
+    """
+
+    POSITION = 16
     again: Callable[[], bytes]
 
     @staticmethod
@@ -133,7 +137,7 @@ class Record:
                 # The pool lends buffers in a steady order, so most combinations of them have been bound before.
                 commands = device.commands.get(tuple(key)) or self._bind(device, tuple(key))
                 if device.capture is not None:
-                    device.capture.add(self, storages, scalars)
+                    device.capture._add(self, storages, scalars)
                 _, set_pipeline, set_bind_group, dispatch, offsets, _ = device.encoding
                 offset_count = 0
                 if scalars is not None:

@@ -262,8 +262,11 @@ class OpenDevice(Device):
             found = self._layouts[facts] = Layout(*facts)
         return found
 
-    def upload(self, tensor: torch.Tensor) -> Region:
-        """A copy of a CPU tensor. Dense layouts keep their strides; expanded dims stay expanded."""
+    def upload(self, tensor: torch.Tensor, constant: bool = False) -> Region:
+        """A copy of a CPU tensor. Dense layouts keep their strides; expanded dims stay expanded.
+
+        constant: follows from shapes and options, so that a capture may hold it.
+        """
         shape, strides = tuple(tensor.shape), list(tensor.stride())
         kept = tensor
         for dim, stride in enumerate(strides):
@@ -275,11 +278,12 @@ class OpenDevice(Device):
             back = sorted(range(kept.dim()), key=lambda d: order[d])
             kept = kept.permute(order).contiguous().permute(back)
             strides = [0 if s == 0 and n > 1 else c for s, n, c in zip(strides, shape, kept.stride(), strict=True)]
-        take = self.empty if self.capture is None else self.capture.empty_for_upload
-        region = take(tuple(kept.shape), tensor.dtype)
         flat = kept.as_strided((kept.numel(),), (1,)).detach()
-        if self.capture is not None:
-            self.capture.uploaded(region.storage, _bytes_of(flat))
+        if self.capture is None:
+            region = self.empty(tuple(kept.shape), tensor.dtype)
+        else:
+            region = self.capture._empty_for_upload(tuple(kept.shape), tensor.dtype, constant)
+            self.capture._uploaded(region.storage, _bytes_of(flat))
         self._write(region.storage, _bytes_of(flat))
         return Region(region.storage, tensor.dtype, shape, strides)
 

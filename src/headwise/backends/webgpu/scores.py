@@ -142,8 +142,9 @@ def of_call(
     key_heads, k_length = k.shape[1:3]
     flags, sink = args.flags, sink and args.sink is not None
     lengths = any(getattr(args, name) is not None for name in _LENGTHS)
+    mask_storage = "" if mask is None else "words" if pack else "bytes"
     variant = Variant(
-        "" if mask is None else "words" if pack else "bytes", "" if bias is None else DTYPES[bias.dtype], lengths, sink, flags.softcap > 0, flags.left >= 0,
+        mask_storage, "" if bias is None else DTYPES[bias.dtype], lengths, sink, flags.softcap > 0, flags.left >= 0,
         flags.right >= 0, getattr(args, "packing", None) is not None, args.dropout_seed is not None,
     )  # fmt: skip
     # Kernels add both sides of the band to positions in 32 bits: no side needs to be longer than the longest distance.

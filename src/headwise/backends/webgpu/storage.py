@@ -36,11 +36,11 @@ class Storage:
 class Pool:
     """Buffers by size class. The GPU runs commands in order, so a buffer can be lent again at once."""
 
-    def __init__(self, most_bytes: int, name: str) -> None:
+    def __init__(self, most_bytes: int, name: str, submission: int = 0) -> None:
         """most_bytes: of one buffer. name: of the device, for messages."""
         self._most, self._name = most_bytes, name
         self.free: dict[int, list[tuple[Any, int]]] = defaultdict(list)
-        self.submission = 0  # number of the command buffer that is being recorded
+        self.submission = submission  # number of the command buffer that is being recorded
 
     def take(self, nbytes: int) -> Storage:
         size = self._size_of(nbytes)
@@ -90,8 +90,8 @@ class StandIns(Pool):
 class GpuMemory(Pool):
     """The buffers of a device."""
 
-    def __init__(self, gpu: Any, most_bytes: int, name: str, submit: Callable[[], None]) -> None:
-        super().__init__(most_bytes, name)
+    def __init__(self, gpu: Any, most_bytes: int, name: str, submit: Callable[[], None], submission: int = 0) -> None:
+        super().__init__(most_bytes, name, submission)
         self._gpu, self._submit = gpu, submit
         # All buffers, lent or free. They must outlive their storages: if a storage dies in a reference cycle, the garbage
         # collector would destroy its buffer with it, and the pool would get a buffer without memory.
@@ -113,6 +113,11 @@ class GpuMemory(Pool):
         self.allocated += size
         self._buffers[id(buffer)] = buffer
         return buffer
+
+    @property
+    def whole(self) -> GpuMemory:
+        """The memory of the device, where this is a part of it."""
+        return self
 
     def trim(self) -> None:
         """Give the memory of free buffers back to the driver."""

@@ -6,6 +6,7 @@ PyTorch keeps one device type free for others (`PrivateUse1`) and lets Python re
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ class _Module:
 
     __name__ = f"torch.{NAME}"  # of a module, which Transformers asks for
 
+    _initialized = True  # torch.utils.checkpoint asks this: else a recomputed dropout would draw other numbers
+
     def is_initialized(self) -> bool:
         return True
 
@@ -47,6 +50,10 @@ class _Module:
 
     def set_device(self, device: Any) -> None:
         pass
+
+    def device(self, device: Any) -> Any:
+        """A block on this device; there is one."""
+        return contextlib.nullcontext()
 
     def is_current_stream_capturing(self) -> bool:
         from headwise.backends.webgpu import runtime

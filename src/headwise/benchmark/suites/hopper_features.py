@@ -61,7 +61,7 @@ def _dense(maker: Maker, batch: int, length: int) -> Tensor:
     return maker.coin(1, 1, length, length, chance=0.9)
 
 
-_MASKS: dict[str, Callable[[Maker, int, int], Tensor]] = {
+MASKS: dict[str, Callable[[Maker, int, int], Tensor]] = {
     "dense mask": _dense,
     "padding as a mask": _padding,
     "causal as a mask": _causal,
@@ -99,7 +99,7 @@ def _flex(arguments: Arguments) -> Callable[[], Tensor]:
 
 def cases(shrink: int) -> list[BenchCase]:
     built = []
-    kinds = (*_MASKS, "bias", "bias with a gradient")
+    kinds = (*MASKS, "bias", "bias with a gradient")
     for direction, head_dim, length, kind in product(BOTH, (64, 128), (2048, 8192), kinds):
         if kind == "bias with a gradient" and direction == "forward":
             continue
@@ -109,7 +109,7 @@ def cases(shrink: int) -> list[BenchCase]:
         names = (EFFICIENT,) if wanted else (CUDNN, EFFICIENT)
         peers = [*sdpa_peers_of(_sdpa, *names)]
         needed = [AtLeast(1.5 if wanted else 1.0, name) for name in names]
-        if kind in _MASKS:
+        if kind in MASKS:
             peers.append(Contender(FLEX, _flex))
             needed.append(AtLeast(1.2, FLEX))
         built.append(
@@ -136,8 +136,8 @@ def _maker(kind: str, shape: Any) -> Callable[[Maker], Arguments]:
 
     def make(maker: Maker) -> Arguments:
         arguments: Arguments = {name: maker.normal(batch, length, heads, head_dim).transpose(1, 2) for name in QKV}
-        if kind in _MASKS:
-            arguments["mask"] = _MASKS[kind](maker, batch, length)
+        if kind in MASKS:
+            arguments["mask"] = MASKS[kind](maker, batch, length)
         else:
             arguments["bias"] = maker.normal(1, heads, length, length)
         return arguments

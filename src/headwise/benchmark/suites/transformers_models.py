@@ -6,7 +6,8 @@ middle of a generation, replayed as a CUDA graph: the host has no part in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from headwise.benchmark.case import Absent, AtLeast, BenchCase, Contender, Memor
 from headwise.benchmark.correctness import WholeCheck
 from headwise.testing import Arguments, Maker, Outputs
 
-SDPA = "Transformers, SDPA"
+SDPA, LIGER = "Transformers, SDPA", "Transformers, Liger + SDPA"
 
 
 class Shape(NamedTuple):
@@ -106,6 +107,34 @@ def _trains(shape: Shape, attention: str, arguments: Arguments) -> Callable[[], 
     return lambda: model(input_ids=ids, labels=labels, use_cache=False).loss
 
 
+@contextmanager
+def _restored_names() -> Iterator[None]:
+    """Liger replaces functions in the module of the model; afterwards Transformers' own are there again."""
+    names = vars(_transformers().models.llama.modeling_llama)
+    before = dict(names)
+    try:
+        yield
+    finally:
+        names.update(before)
+
+
+def _trains_with_liger(shape: Shape, arguments: Arguments) -> Callable[[], Tensor]:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found,unused-ignore]
+
+    weights, ids, labels = _split(arguments)
+    model = _ready(shape, "sdpa", weights, ids.device, training=True)
+    apply_liger_kernel_to_llama(model=model)
+    module = _transformers().models.llama.modeling_llama
+    rope = module.apply_rotary_pos_emb  # looked up at every call
+
+    def run() -> Tensor:
+        module.apply_rotary_pos_emb = rope
+        loss: Tensor = model(input_ids=ids, labels=labels, use_cache=False).loss
+        return loss
+
+    return run
+
+
 def _loss(shape: Shape, arguments: Arguments) -> Outputs:
     """With PyTorch's attention. A layer is computed again in its backward: in float64 all of them would not fit."""
     weights, ids, labels = _split(arguments)
@@ -116,14 +145,14 @@ def _loss(shape: Shape, arguments: Arguments) -> Outputs:
 
 def _contest(
     run: Callable[[Shape, str, Arguments], Callable[[], Tensor]], check: Callable[[Shape, Arguments], Outputs],
-    shape: Shape, size: tuple[int, int], differentiable: tuple[str, ...],
+    shape: Shape, size: tuple[int, int], differentiable: tuple[str, ...], others: tuple[Contender, ...] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """One model, with our attention and with PyTorch's."""
     return {
         "make": partial(_made, _weights(shape), shape, size),
         "ours": partial(run, shape, "headwise"),
         "check": WholeCheck(partial(check, shape), differentiable),
-        "peers": (Contender(SDPA, partial(run, shape, "sdpa")),),
+        "peers": (Contender(SDPA, partial(run, shape, "sdpa")), *others),
     }
 
 
@@ -131,12 +160,13 @@ def training_step(name: str, shape: Shape, batch: int, length: int) -> BenchCase
     shapes = _weights(shape)
     matrices = sum(size[0] * size[1] for size in shapes.values() if len(size) == 2)
     attention = shape.layers * shape.dim * batch * length * length * 2  # causal: half of 4
+    liger = Contender(LIGER, partial(_trains_with_liger, shape), scope=_restored_names)
     return BenchCase(
         name=name,
         group="Transformers training step",
         direction="forward+backward",
         differentiable=tuple(shapes),
-        **_contest(_trains, _loss, shape, (batch, length), tuple(shapes)),
+        **_contest(_trains, _loss, shape, (batch, length), tuple(shapes), (liger,)),
         flops=float(6 * batch * length * matrices + 3.5 * attention),
         requirements=(AtLeast(1.25, SDPA), MemoryShare(0.6, SDPA)),
     )

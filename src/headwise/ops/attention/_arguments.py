@@ -90,9 +90,7 @@ class Attention(NamedTuple):
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, *packing: Any) -> Attention:
         """The same of a packed batch, given the fields of its `Packing`."""
-        return self._replace(
-            q=q, k=k, v=v, q_lengths=None, kv_lengths=None, kv_starts=None, packing=Packing(*packing)
-        )
+        return self._replace(q=q, k=k, v=v, q_lengths=None, kv_lengths=None, kv_starts=None, packing=Packing(*packing))
 
 
 class AttentionBackward(NamedTuple):

@@ -196,11 +196,12 @@ def _dtype_of_caches(dtypes: Sequence[torch.dtype], autocast: torch.dtype) -> to
     return dtypes[-1] if dtypes[-1] == dtypes[-2] else autocast
 
 
+AUTOCAST = _autocast.Rule(_dtype_of_caches, operands=3)
 _forward = Op(
     "attention_decode", Decode, check=_check, describe=_describe, validate=_validate, fake=_fake,
     returns="(Tensor, Tensor)", backward=_differentiate,
     backward_launchers=("attention_backward", "embedding_backward"),
     saves=("q", "k_cache", "v_cache", "lengths", "kv_starts", "block_table", "sink"), saves_results=(0, 1),
     keep="with_lse",
-    autocast=_autocast.Rule(_dtype_of_caches, operands=3),
+    autocast=AUTOCAST,
 )  # fmt: skip

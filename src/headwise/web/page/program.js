@@ -46,7 +46,7 @@ export class Program {
     // What every run begins with again, and parameters that count runs: only steps of a training have such.
     this.restored = (this.described.restored ?? []).map((which) => ({
       buffer: this.buffers[which],
-      bytes: new Uint8Array(data, ...this.described.buffers[which].data),
+      bytes: words(data, ...this.described.buffers[which].data),
     }));
     this.draws = (this.described.draws ?? []).map(({ dispatch, byte, by }) => {
       const parameters = Uint8Array.from(atob(this.described.dispatches[dispatch].parameters), (c) => c.charCodeAt(0));
@@ -179,6 +179,9 @@ export class Program {
     return result;
   }
 }
+
+/** Bytes of the data, up to the end of a word: blocks are padded, and only whole words can be written. */
+const words = (data, first, size) => new Uint8Array(data, first, Math.ceil(size / 4) * 4);
 
 const WIDTHS = { float32: 4, float16: 2, bfloat16: 2, int64: 8, int32: 4, int16: 2, int8: 1, uint8: 1, bool: 1 };
 const bytesOf = ({ shape, dtype }) => shape.reduce((product, size) => product * size, WIDTHS[dtype]);

@@ -115,7 +115,7 @@ def _move_statistics(
 ) -> None:  # fmt: skip
     batch, heads, keys = args.q.shape[0], args.q.shape[1], args.k.shape[2]
     gpu.launch(
-        _move_rows, (triton.cdiv(queries, _ROWS), heads, batch), (*_lengths(gpu, args), source, target),
+        _move_rows, (batch, triton.cdiv(queries, _ROWS), heads), (*_lengths(gpu, args), source, target),
         (queries, keys, hidden), (to_packed, _ROWS),
     )  # fmt: skip
 
@@ -166,12 +166,12 @@ def _move_rows(
     q_lengths, kv_lengths, kv_starts, source, target, queries, keys, hidden, TO_PACKED: tl.constexpr, ROWS: tl.constexpr
 ):
     """float32 of every row from ``(B, H, S)`` to ``(H, B · S)``, or back; ``hidden`` for rows that do not exist."""
-    batch, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    batch, head = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = row < queries
     existing, _, _, bad = _extent(q_lengths, kv_lengths, kv_starts, batch, queries, keys)
-    padded = (batch * tl.num_programs(1) + head) * queries + row
-    packed = (head * tl.num_programs(2) + batch) * queries + row
+    padded = (batch * tl.num_programs(2) + head) * queries + row
+    packed = (head * tl.num_programs(0) + batch) * queries + row
     if TO_PACKED:
         x = tl.load(source + padded, mask=inside & (row < existing), other=hidden)
     else:

@@ -18,13 +18,14 @@ from headwise.backends.webgpu.storage import Region
 aten = torch.ops.aten
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _LISTS = ("p", "g", "m", "v", "most")
+_TYPED = (*_LISTS, "rate")
 
 
 def _launch(device: Device, *given: Any) -> tuple[()]:
     *regions, names, law, flags = given
     bound: dict[str, Region] = dict(zip(names, regions, strict=True))
     p = bound["p"]
-    dtypes = {name: DTYPES[bound[name].dtype] if name in bound else "" for name in _LISTS}
+    dtypes = {name: DTYPES[bound[name].dtype] if name in bound else "" for name in _TYPED}
     kernel = device.kernel(
         "optimizer", law=law, **dtypes, scaled="scale" in bound, checked="found" in bound, **dict(flags)
     )
@@ -68,18 +69,25 @@ def _of_scaler(scale: Any, found: Any) -> dict[str, Any]:
     return {name: x for name, x in (("scale", scale), ("found", found)) if x is not None}
 
 
+def _rated(lr: Any, others: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """A learning rate on the GPU stays there, so that a captured step reads what it is then."""
+    return (0.0, others | {"rate": lr}) if isinstance(lr, Array) else (float(lr), others)
+
+
 def _adam(law: str) -> Any:
     def run(
         ps: Any, gs: Any, ms: Any, vs: Any, mosts: Any, steps: Any, *, lr: Any, beta1: float, beta2: float,
         weight_decay: float, eps: float, amsgrad: bool, maximize: bool, grad_scale: Any = None, found_inf: Any = None,
     ) -> None:  # fmt: skip
-        rate = float(lr)  # read back, where it is a tensor on the GPU
+        others = _of_scaler(grad_scale, found_inf)
+        # Read back, where a kernel would bind nine buffers with it.
+        rate, others = (float(lr), others) if amsgrad and len(others) == 2 else _rated(lr, others)
         numbers = (rate, 1 - rate * weight_decay, weight_decay, 1 - beta1, beta2, 1 - beta2, eps,
                    math.log(beta1) if beta1 else -math.inf, math.log(beta2) if beta2 else -math.inf)  # fmt: skip
         flags = {"maximize": maximize, "nesterov": False, "first_step": False}
         for i, p in enumerate(ps):
             arrays = {"p": p, "g": gs[i], "m": ms[i], "v": vs[i]} | ({"most": mosts[i]} if amsgrad else {})
-            _update(arrays | {"step": steps[i]} | _of_scaler(grad_scale, found_inf), law, flags, numbers)
+            _update(arrays | {"step": steps[i]} | others, law, flags, numbers)
 
     return run
 
@@ -89,10 +97,10 @@ def _sgd(
     maximize: bool, is_first_step: bool, grad_scale: Any = None, found_inf: Any = None,
 ) -> None:  # fmt: skip
     flags = {"maximize": maximize, "nesterov": nesterov, "first_step": is_first_step}
+    rate, others = _rated(lr, _of_scaler(grad_scale, found_inf))
     for i, p in enumerate(ps):
         arrays = {"p": p, "g": gs[i]} | ({"m": ms[i]} if ms else {})
-        numbers = (float(lr), weight_decay, momentum, 1 - dampening)
-        _update(arrays | _of_scaler(grad_scale, found_inf), "sgd", flags, numbers)
+        _update(arrays | others, "sgd", flags, (rate, weight_decay, momentum, 1 - dampening))
 
 
 def _unscaled(gradients: Sequence[Any], found: Any, inverse: Any) -> None:

@@ -32,7 +32,7 @@ def _back(grad: Array, line: Line, sizes: Sequence[int], options: Sequence[tuple
     made: Any = grad.float()
     for d, (size, given) in enumerate(zip(sizes, options, strict=True)):
         dim = made.dim() - dims + d
-        matrix = uploaded(_matrix(line, size, *given)).t()
+        matrix = uploaded(_matrix(line, size, *given), constant=True).t()
         made = (made.transpose(dim, -1) @ matrix).transpose(dim, -1)
     return made.contiguous().to(dtype)
 
@@ -74,15 +74,16 @@ def _avg_pool2d(
     counts = [
         _counts(size, k, s, p, ceil, with_padding) for size, k, s, p in zip(sizes, kernel, stride, pad, strict=True)
     ]
-    by: Any = divisor if divisor is not None else uploaded(torch.outer(*counts))
+    by: Any = divisor if divisor is not None else uploaded(torch.outer(*counts), constant=True)
     return (total / by).to(x.dtype)
 
 
 @functools.lru_cache(maxsize=256)
-def _counts(size: int, *options: Any) -> torch.Tensor:
+def _counts(size: int, kernel: int, stride: int, pad: int, ceil: bool, with_padding: bool) -> torch.Tensor:
     """What the elements of each window are divided by."""
     one = torch.ones(1, 1, size, dtype=torch.float64)
-    return (_average(one, *options, True) / _average(one, *options, False)).flatten().round().float()
+    summed, averaged = (_average(one, kernel, stride, pad, ceil, with_padding, whole) for whole in (True, False))
+    return cast(torch.Tensor, (summed / averaged).flatten().round().float())
 
 
 def _avg_pool2d_backward(
@@ -129,7 +130,8 @@ def _interpolation(name: str, dims: int, corners: bool) -> tuple[Line, Callable[
         made: Any = x.float()
         for d, (n, s) in enumerate(zip(size, scales, strict=True)):
             dim = 2 + d
-            made = (made.transpose(dim, -1) @ uploaded(_matrix(line, x.shape[dim], n, align, s))).transpose(dim, -1)
+            matrix = uploaded(_matrix(line, x.shape[dim], n, align, s), constant=True)
+            made = (made.transpose(dim, -1) @ matrix).transpose(dim, -1)
         return made.contiguous().to(x.dtype)
 
     return line, forward, backward

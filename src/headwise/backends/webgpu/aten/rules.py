@@ -166,7 +166,7 @@ RULES: dict[str, Rule] = {
     "mish": _float("x * tanh_of(softplus_of(x, 1.0, 20.0))"),
     "softshrink": _float("select(select(0.0, x + lambd, x < -lambd), x - lambd, x > lambd) + select(0.0, x, is_nan(x))"),
     "hardshrink": _float("select(x, 0.0, x >= -lambd && x <= lambd)"),
-    "threshold": _plain("select(x, value, x <= threshold)", "select(x, value, x <= threshold)",
+    "threshold": _plain("select(x, value, x <= threshold && !is_nan(x))", "select(x, value, x <= threshold)",
                         "select(x, value, !long_less(threshold, x))"),
     "logit": _float(lambda given: "log_of(x / (1.0 - x))" if given.get("eps", 0) is None else _LOGIT),
     "nan_to_num": Rule({"f": _replaced}),

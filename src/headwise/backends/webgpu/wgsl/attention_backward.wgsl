@@ -255,7 +255,14 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
     let {{ streamed[0] }}_base = batch * params.{{ streamed[0] }}_b + streamed_head * params.{{ streamed[0] }}_h + {{ streamed_bound }} * params.{{ streamed[0] }}_s;
     let {{ streamed[1] }}_base = batch * params.{{ streamed[1] }}_b + streamed_head * params.{{ streamed[1] }}_h + {{ streamed_bound }} * params.{{ streamed[1] }}_s;
 {% if chain %}
-    for (var chain_first = {{ rows_of.next_of("start") }}; chain_first < past; {{ rows_of.step("chain_first", chain) }}) {
+{% if variant.mask %}
+    // A chain begins where the last tile of the one before ends: tiles that are skipped move that.
+    var at = {{ rows_of.next_of("start") }};
+    for (; at < past;) {
+    let chain_first = at;
+{% else %}
+    for (var chain_first = start; chain_first < past; chain_first += {{ chain }}) {
+{% endif %}
     let chain_past = min(past, chain_first + {{ chain }});
     let more = chain_past - chain_first;
     if (chained + more > {{ chain }}) {
@@ -279,7 +286,7 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
     let chain_past = past;
     {
 {% endif %}
-    for (var at = chain_first; at < chain_past; {{ rows_of.step("at", streamed_rows) }}) {
+    for ({{ "" if chain and variant.mask else "var at = chain_first" }}; at < chain_past; {{ rows_of.step("at", streamed_rows) }}) {
         workgroupBarrier();
 {{ rows_of.load_tile("first", streamed[0], first, first_each) }}
 {{ rows_of.load_tile("second", streamed[1], second, second_each) }}

@@ -224,13 +224,15 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
 {% if chain and variant.mask %}
     var has_kept = {{ "resumes" if windowed else "false" }};
     var begun = false;
-    for (var chain_first = {{ rows_of.next_of("first") }}; chain_first < past; chain_first = {{ rows_of.next_of("chain_first + %d" % chain) }}) {
+    // A chain begins where the last tile of the one before ends: tiles that are skipped move that.
+    var tile_first = {{ rows_of.next_of("first") }};
+    for (; tile_first < past;) {
     if (begun) {
 {{ rows_of.keep("has_kept") }}
         has_kept = true;
     }
     begun = true;
-    let chain_past = min(past, chain_first + {{ chain }});
+    let chain_past = min(past, tile_first + {{ chain }});
 {% elif chain %}
     for (var chain_first = first; chain_first < past; chain_first += {{ chain }}) {
     if (chain_first > first) {
@@ -242,7 +244,7 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
     let chain_past = past;
     {
 {% endif %}
-    for (var tile_first = chain_first; tile_first < chain_past; {{ "tile_first = " ~ rows_of.next_of("tile_first + %d" % keys) if variant.mask else "tile_first += %d" % keys }}) {
+    for ({{ "" if chain and variant.mask else "var tile_first = chain_first" }}; tile_first < chain_past; {{ "tile_first = " ~ rows_of.next_of("tile_first + %d" % keys) if variant.mask else "tile_first += %d" % keys }}) {
 {% if hides %}
         // Do all rows see all of the tile, by the band{{ " and the mask" if variant.mask }}?
         let whole = tile_first >= whole_first && tile_first + {{ keys }} <= whole_past{{ " && all_seen(batch, head, of_first, of_last, u32(tile_first), u32(tile_first + %d))" % (keys - 1) if variant.mask }};

@@ -310,7 +310,8 @@ fn sign_of(x: f32) -> f32 {
     return sign(x);
 }
 
-fn relu_of(x: f32) -> f32 { return select(x, 0.0, x <= 0.0); }
+// NaN stays: of a comparison of floats alone a driver (NVIDIA's) makes a maximum, and a maximum loses it.
+fn relu_of(x: f32) -> f32 { return select(x, 0.0, is_minus(x) && !is_nan(x)); }
 
 fn trunc_div(a: f32, b: f32) -> f32 { return trunc(a / b); }
 

@@ -72,7 +72,9 @@ fn activation(a: vec4<f32>) -> Value {
 {% elif activation == "identity" %}
     return Value(a, vec4<f32>(1.0));
 {% else %}
-    let off = a <= vec4<f32>(0.0); // NaN is not, and stays
+    // a <= 0 in bits. Of the comparison of floats a driver (NVIDIA's) made a maximum, and a maximum loses NaN.
+    let bits = bitcast<vec4<u32>>(a);
+    let off = (bits == vec4<u32>(0u)) | ((bits ^ vec4<u32>(0x80000000u)) <= vec4<u32>(0x7f800000u));
     let positive = select(a, vec4<f32>(0.0), off);
 {% if activation == "relu" %}
     return Value(positive, select(vec4<f32>(1.0), vec4<f32>(0.0), off));

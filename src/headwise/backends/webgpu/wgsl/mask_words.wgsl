@@ -5,13 +5,15 @@
 //          its lowest bit, zeros past the last; then for every 32 words a word of bits "some key is seen by some query of the
 //          block", and then as many of bits "all keys are seen by all queries of the block"
 //
+// `before` queries of the block were packed by earlier dispatches; this one adds to their states.
+//
 // A workgroup packs the words of one block that one word of states describes: 64 queries, 1024 keys.
 //
 // variables: neighbours (bool: keys are neighbours in memory), one_key (bool: one key stands for all; its word is all ones or
 //            all zeros, and so are its states)
 {{ input("mask", "u8", 1) }}
 {{ output("words", "u32", 1) }}
-{{ params("heads: u32, blocks: u32, queries: u32, keys: u32, mask_b: u32, mask_h: u32, mask_q: u32, mask_k: u32, width: u32, states: u32, words_b: u32, words_h: u32, words_block: u32") }}
+{{ params("heads: u32, blocks: u32, queries: u32, before: u32, keys: u32, mask_b: u32, mask_h: u32, mask_q: u32, mask_k: u32, width: u32, some: u32, states: u32, words_b: u32, words_h: u32, words_block: u32") }}
 
 // [query][word], one column of padding against bank conflicts.
 var<workgroup> tile: array<u32, {{ 64 * 33 }}>;
@@ -88,7 +90,7 @@ fn there(word: u32) -> u32 {
     if (own < count) {
         for (var query = thread / 32u; query < queries; query += 8u) {
             let bits = tile[query * 33u + own];
-            store_words(to + query * params.width + first_word + own, bits);
+            store_words(to + (params.before + query) * params.width + first_word + own, bits);
             some |= bits;
             whole &= bits | ~there(first_word + own);
         }
@@ -109,7 +111,11 @@ fn there(word: u32) -> u32 {
             let of_word = seen[{{ "0u" if one_key else "i" }}];
             states |= vec2<u32>(select(0u, 1u << i, of_word.x != 0u), select(0u, 1u << i, of_word.y == 0xffffffffu));
         }
-        let states_at = to + min(params.queries, 64u) * params.width + column;
+        let states_at = to + params.some + column;
+        if (params.before > 0u) {
+            states.x |= load_words(states_at);
+            states.y &= load_words(states_at + params.states);
+        }
         store_words(states_at, states.x);
         store_words(states_at + params.states, states.y);
     }

@@ -5,16 +5,22 @@
 //   out  (m, n)   the elements of a row side by side
 //   bias (n,)
 //
-// Of a batch, each has a matrix for every entry, at any distance.
+// Of a batch, each has a matrix for every entry, at any distance. With `splits`, out has a matrix for every part of k as well,
+// and `matmul_sum.wgsl` adds them up.
 //
-// A workgroup of 128 threads has a tile of 64 × 128; a thread 8 × 8 of it in registers, in two halves of its columns. Per
-// step, 16 columns of a and 16 rows of b come into workgroup memory as float32, by vectors of four along m and along n: an operand
-// that lies along k is turned, four by four, in registers. Tiles of eight rows of tiles follow each other, so that they share
-// what they read of b. The launcher splits a long k: a single chain of additions would lose digits.
+// A workgroup has a tile of out, a thread of_m × of_n of it in registers: groups of four rows and of four columns, as far apart as
+// there are threads. Per step, `deep` columns of a and rows of b come into workgroup memory as float32, by vectors of four along m and
+// along n: an operand that lies along k is turned. Steps are unrolled, so that the address of what a thread reads is one
+// number and a constant. Threads of a subgroup of 32 are 4 × 8, in an order in which neighbours read the same vector. Tiles of
+// eight rows of tiles follow each other, so that they share what they read of b.
 //
 // variables: a, b, bias (dtypes; bias "" for none), out (dtype), a_along, b_along, a_vectors, b_vectors, out_vectors (do lines begin and end
-// at multiples of four elements?), adds (to what is in out), batched
-{% set BM, BN, BK, THREADS = 64, 128, 16, 128 %}
+// at multiples of four elements?), adds (to what is in out), batched, splits (is k cut?), tile (m, n, deep, of_m, of_n), stages (steps
+// in workgroup memory: 1 or 2), chain (products in one chain of additions; 0: all. The sums of a chain go to out, where those of the
+// next are added: in registers a second set of sums costs a quarter of the speed)
+{% set BM, BN, BK, TM, TN = tile %}
+{% set DOWN, ACROSS = BM // TM, BN // TN %}{# threads along m and along n #}
+{% set THREADS = DOWN * ACROSS %}
 {% set A_STEP, B_STEP = BM // 4 + 1, BN // 4 + 1 %}{# vectors of a row of a tile, and one to spread the banks #}
 {{ input("a", a, 4 if a_vectors else 1) }}
 {{ input("b", b, 4 if b_vectors else 1) }}
@@ -22,8 +28,8 @@
 {{ input("bias", bias, 1) }}
 {% endif %}
 {{ output("out", out, 4 if out_vectors else 1) }}
-{{ params("m: u32, n: u32, k: u32, a_stride: u32, b_stride: u32, out_stride: u32, m_tiles: u32, n_tiles: u32" ~ (", a_batch: u32, b_batch: u32, out_batch: u32, batches: u32" if batched else "")) }}
-{% if batched %}
+{{ params("m: u32, n: u32, k: u32, a_stride: u32, b_stride: u32, out_stride: u32, m_tiles: u32, n_tiles: u32" ~ (", a_batch: u32, b_batch: u32, out_batch: u32, batches: u32" if batched or splits else "") ~ (", part: u32, parts: u32" if splits else "")) }}
+{% if batched or splits %}
 
 // Where the matrices of this workgroup begin.
 var<private> a_first: u32;
@@ -31,16 +37,30 @@ var<private> b_first: u32;
 var<private> out_first: u32;
 {% endif %}
 
-var<workgroup> a_tile: array<vec4<f32>, {{ BK * A_STEP }}>;
-var<workgroup> b_tile: array<vec4<f32>, {{ BK * B_STEP }}>;
+{% for stage in range(stages) %}
+var<workgroup> a_tile{{ stage }}: array<array<vec4<f32>, {{ A_STEP }}>, {{ BK }}>;
+var<workgroup> b_tile{{ stage }}: array<array<vec4<f32>, {{ B_STEP }}>, {{ BK }}>;
+{% endfor %}
 
-{% macro more(x) %}{{ " + %s_first" % x if batched }}{% endmacro %}
-{# four_x(line, at): elements at … at + 3 of a line, zeros beyond its end and beyond the last line. #}
+{% macro more(x) %}{{ " + %s_first" % x if batched or splits }}{% endmacro %}
+{# raw_x(line, at): elements at … at + 3 of a line as they lie in memory, zeros beyond its end and beyond the last line; four_x(raw): their
+   values. They are unpacked when they are needed, not where a thread would wait for them. #}
+{% set PACKED = {"a": a_vectors and a != "f32", "b": b_vectors and b != "f32"} %}
 {% macro reader(x, vectors, lines, length) %}
-fn four_{{ x }}(line: u32, at: u32) -> vec4<f32> {
-    var values = vec4<f32>(0.0);
+{% if PACKED[x] %}
+alias Raw_{{ x }} = vec2<u32>;
+fn four_{{ x }}(raw: Raw_{{ x }}) -> vec4<f32> { return vec4<f32>(unpack_{{ a if x == "a" else b }}(raw.x), unpack_{{ a if x == "a" else b }}(raw.y)); }
+{% else %}
+alias Raw_{{ x }} = vec4<f32>;
+fn four_{{ x }}(raw: Raw_{{ x }}) -> vec4<f32> { return raw; }
+{% endif %}
+fn raw_{{ x }}(line: u32, at: u32) -> Raw_{{ x }} {
+    var values = Raw_{{ x }}();
 {% if vectors %}
-    if (line < {{ lines }} && at < {{ length }}) { values = load_{{ x }}(line * params.{{ x }}_stride + at / 4u{{ more(x) }}); }
+    if (line < {{ lines }} && at < {{ length }}) {
+        let i = line * params.{{ x }}_stride + at / 4u{{ more(x) }};
+        values = {{ "%s[params.%s_start + i]" % (x, x) if PACKED[x] else "load_%s(i)" % x }};
+    }
 {% else %}
 {% for i in range(4) %}
     if (line < {{ lines }} && at + {{ i }}u < {{ length }}) { values[{{ i }}] = load_{{ x }}(line * params.{{ x }}_stride + at + {{ i }}u{{ more(x) }}); }
@@ -52,95 +72,180 @@ fn four_{{ x }}(line: u32, at: u32) -> vec4<f32> {
 {{ reader("a", a_vectors, "params.m" if a_along == "k" else "params.k", "params.k" if a_along == "k" else "params.m") }}
 {{ reader("b", b_vectors, "params.n" if b_along == "k" else "params.k", "params.k" if b_along == "k" else "params.n") }}
 
-{# Brings BK × `columns` of an operand to its tile. #}
-{% macro bring(x, along, columns, first, step) %}
+{# The vectors of an operand that a thread brings to its tile: `fetch` reads them, `keep` writes them. #}
+{% macro fetch(x, along, columns, first, at) %}
+{% set items = BK * columns // 4 %}
+{% for i in range((items + THREADS - 1) // THREADS) %}
+{% set item = "(thread + %du)" % (i * THREADS) %}
 {% if along == "k" %}
-{% set items = BK // 4 * columns // 4 %}
-{{ "        if (thread < %du) {" % items if items < THREADS else "        {" }}
-            let across = thread / {{ BK // 4 }}u;
-            let down = thread % {{ BK // 4 }}u * 4u;
-{% for i in range(4) %}
-            let line{{ i }} = four_{{ x }}({{ first }} + across * 4u + {{ i }}u, k0 + down);
-{% endfor %}
-{% for i in range(4) %}
-            {{ x }}_tile[(down + {{ i }}u) * {{ step }}u + across] = vec4<f32>(line0[{{ i }}], line1[{{ i }}], line2[{{ i }}], line3[{{ i }}]);
-{% endfor %}
-        }
+            {{ x }}{{ i }} = raw_{{ x }}({{ first }} + {{ item }} / {{ BK // 4 }}u, {{ at }} + {{ item }} % {{ BK // 4 }}u * 4u);
 {% else %}
-{% for i in range(BK * columns // 4 // THREADS) %}
+            {{ x }}{{ i }} = raw_{{ x }}({{ at }} + {{ item }} / {{ columns // 4 }}u, {{ first }} + {{ item }} % {{ columns // 4 }}u * 4u);
+{% endif %}
+{% endfor %}
+{% endmacro %}
+{% macro keep(x, along, columns, stage) %}
+{% set items = BK * columns // 4 %}
+{% for i in range((items + THREADS - 1) // THREADS) %}
+{% set item = "(thread + %du)" % (i * THREADS) %}
+            {{ "if (%s < %du) " % (item, items) if (i + 1) * THREADS > items }}{
+{% if along == "k" %}
+                let down = {{ item }} % {{ BK // 4 }}u * 4u;
+                let across = {{ item }} / {{ BK // 4 }}u;
+                let values = four_{{ x }}({{ x }}{{ i }});
+{% for j in range(4) %}
+                {{ x }}_tile{{ stage }}[down + {{ j }}u][across / 4u][across % 4u] = values[{{ j }}];
+{% endfor %}
+{% else %}
+                {{ x }}_tile{{ stage }}[{{ item }} / {{ columns // 4 }}u][{{ item }} % {{ columns // 4 }}u] = four_{{ x }}({{ x }}{{ i }});
+{% endif %}
+            }
+{% endfor %}
+{% endmacro %}
+{% macro fetch_both(at) %}
+{{ fetch("a", a_along, BM, "first_row", at) }}
+{{ fetch("b", b_along, BN, "first_column", at) }}
+{% endmacro %}
+{% macro keep_both(stage) %}
+{{ keep("a", a_along, BM, stage) }}
+{{ keep("b", b_along, BN, stage) }}
+{% endmacro %}
+{% macro multiply(stage) %}
+{% for i in range(BK) %}
         {
-            let item = thread + {{ i * THREADS }}u;
-            let down = item / {{ columns // 4 }}u;
-            let across = item % {{ columns // 4 }}u;
-            {{ x }}_tile[down * {{ step }}u + across] = four_{{ x }}(k0 + down, {{ first }} + across * 4u);
+{% for r in range(TM // 4) %}
+            let rows{{ r }} = a_tile{{ stage }}[{{ i }}][down{{ " + %du" % (r * DOWN) if r }}];
+{% endfor %}
+{% for c in range(TN // 4) %}
+            let columns{{ c }} = b_tile{{ stage }}[{{ i }}][across{{ " + %du" % (c * ACROSS) if c }}];
+{% endfor %}
+{% for r in range(TM) %}
+{% for c in range(TN // 4) %}
+            sum{{ r }}_{{ c }} = fma(vec4<f32>(rows{{ r // 4 }}.{{ "xyzw"[r % 4] }}), columns{{ c }}, sum{{ r }}_{{ c }});
+{% endfor %}
+{% endfor %}
         }
 {% endfor %}
-{% endif %}
 {% endmacro %}
 
 @compute @workgroup_size({{ THREADS }}) {{ main() }}
-{% if batched %}
+{% if batched or splits %}
     let tile = workgroup % (params.m_tiles * params.n_tiles);
-    let entry = workgroup / (params.m_tiles * params.n_tiles);
-    if (entry >= params.batches) { return; }
+    let matrix = workgroup / (params.m_tiles * params.n_tiles);
+    if (matrix >= params.batches{{ " * params.parts" if splits }}) { return; }
+{% if splits %}
+    let entry = matrix / params.parts;
+    let begin = matrix % params.parts * params.part;
+{% if not chain %}
+    let end = min(begin + params.part, params.k);
+{% endif %}
+{% else %}
+    let entry = matrix;
+{% endif %}
     a_first = entry * params.a_batch;
     b_first = entry * params.b_batch;
-    out_first = entry * params.out_batch;
+    out_first = matrix * params.out_batch;
 {% else %}
     let tile = workgroup;
     if (tile >= params.m_tiles * params.n_tiles) { return; }
+{% endif %}
+{% if not splits %}
+    let begin = 0u;
+    let {{ "last" if chain else "end" }} = params.k;
+{% elif chain %}
+    let last = min(begin + params.part, params.k);
 {% endif %}
     let of_group = 8u * params.n_tiles;
     let first_tile = tile / of_group * 8u;
     let height = min(params.m_tiles - first_tile, 8u);
     let first_row = (first_tile + tile % of_group % height) * {{ BM }}u;
     let first_column = tile % of_group / height * {{ BN }}u;
-    let across = thread % {{ BN // 8 }}u;
-    let down = thread / {{ BN // 8 }}u;
-{% for i in range(8) %}
-    var left{{ i }} = vec4<f32>(0.0);
-    var right{{ i }} = vec4<f32>(0.0);
+{% if ACROSS % 8 == 0 and DOWN % 4 == 0 %}
+    let lane = thread % 32u;
+    let across = thread / 32u % {{ ACROSS // 8 }}u * 8u + (lane >> 1u) % 8u;
+    let down = thread / {{ 4 * ACROSS }}u * 4u + lane % 2u + lane / 16u * 2u;
+{% else %}
+    let across = thread % {{ ACROSS }}u;
+    let down = thread / {{ ACROSS }}u;
+{% endif %}
+{% for x, columns in (("a", BM), ("b", BN)) %}
+{% for i in range((BK * columns // 4 + THREADS - 1) // THREADS) %}
+    var {{ x }}{{ i }} = Raw_{{ x }}();
 {% endfor %}
-    for (var k0 = 0u; k0 < params.k; k0 += {{ BK }}u) {
-{{ bring("a", a_along, BM, "first_row", A_STEP) }}
-{{ bring("b", b_along, BN, "first_column", B_STEP) }}
-        workgroupBarrier();
-        for (var i = 0u; i < {{ BK }}u; i++) {
-            let upper = a_tile[i * {{ A_STEP }}u + down * 2u];
-            let lower = a_tile[i * {{ A_STEP }}u + down * 2u + 1u];
-            let of_left = b_tile[i * {{ B_STEP }}u + across];
-            let of_right = b_tile[i * {{ B_STEP }}u + {{ BN // 8 }}u + across];
-{% for i in range(8) %}
-{% set factor = "vec4<f32>(%s.%s)" % ("upper" if i < 4 else "lower", "xyzw"[i % 4]) %}
-            left{{ i }} = fma({{ factor }}, of_left, left{{ i }});
-            right{{ i }} = fma({{ factor }}, of_right, right{{ i }});
 {% endfor %}
-        }
-        workgroupBarrier();
-    }
-{% for side in ("left", "right") %}
+{% if chain %}
+    for (var first = begin; first < last; first += {{ chain }}u) {
+    let end = min(first + {{ chain }}u, last);
+    let again = first > begin;
+{% else %}
+    let first = begin;
+{% endif %}
+{% for r in range(TM) %}
+{% for c in range(TN // 4) %}
+    var sum{{ r }}_{{ c }} = vec4<f32>(0.0);
+{% endfor %}
+{% endfor %}
     {
-        let column = first_column + across * 4u{{ " + %du" % (BN // 2) if side == "right" }};
-{% if bias %}
-        var more = vec4<f32>(0.0);
-{% for i in range(4) %}
-        if (column + {{ i }}u < params.n) { more[{{ i }}] = load_bias(column + {{ i }}u); }
+{{ fetch_both("first") }}
+    }
+{% if stages == 2 %}
+    {
+{{ keep_both(0) }}
+    }
+    workgroupBarrier();
+{% endif %}
+    for (var k0 = first; k0 < end; k0 += {{ BK * stages }}u) {
+{% if stages == 1 %}
+{{ keep_both(0) }}
+        workgroupBarrier();
+        if (k0 + {{ BK }}u < end) {
+{{ fetch_both("k0 + %du" % BK) }}
+        }
+{{ multiply(0) }}
+        workgroupBarrier();
+{% else %}
+{% for stage in range(2) %}
+{% set at = "k0 + %du" % (BK * (stage + 1)) %}
+        if ({{ at }} < end) {
+{{ fetch_both(at) }}
+        }
+        {{ "if (k0 + %du < end) {" % BK if stage else "{" }}
+{{ multiply(stage) }}
+        }
+{{ keep_both(1 - stage) }}
+        workgroupBarrier();
 {% endfor %}
 {% endif %}
-{% for i in range(8) %}
+    }
+{% for c in range(TN // 4) %}
+    {
+        let column = first_column + (across{{ " + %du" % (c * ACROSS) if c }}) * 4u;
+{% if bias %}
+        var more = vec4<f32>(0.0);
+{% for j in range(4) %}
+        if ({{ "!again && " if chain }}column + {{ j }}u < params.n) { more[{{ j }}] = load_bias(column + {{ j }}u); }
+{% endfor %}
+{% endif %}
+{% for r in range(TM) %}
         {
-            let row = first_row + down * 8u + {{ i }}u;
-            let value = {{ side }}{{ i }}{{ " + more" if bias }};
+            let row = first_row + (down{{ " + %du" % (r // 4 * DOWN) if r >= 4 }}) * 4u + {{ r % 4 }}u;
+            var value = sum{{ r }}_{{ c }}{{ " + more" if bias }};
 {% if out_vectors %}
             if (row < params.m && column < params.n) {
                 let at = row * params.out_stride + column / 4u{{ more("out") }};
-                store_out(at, {{ "load_out(at) + " if adds }}value);
+{% if adds or chain %}
+                {{ "if (again) " if not adds }}{ value += load_out(at); }
+{% endif %}
+                store_out(at, value);
             }
 {% else %}
 {% for j in range(4) %}
             if (row < params.m && column + {{ j }}u < params.n) {
                 let at{{ j }} = row * params.out_stride + column + {{ j }}u{{ more("out") }};
-                store_out(at{{ j }}, {{ "load_out(at%d) + " % j if adds }}value[{{ j }}]);
+{% if adds or chain %}
+                {{ "if (again) " if not adds }}{ value[{{ j }}] += load_out(at{{ j }}); }
+{% endif %}
+                store_out(at{{ j }}, value[{{ j }}]);
             }
 {% endfor %}
 {% endif %}
@@ -148,4 +253,7 @@ fn four_{{ x }}(line: u32, at: u32) -> vec4<f32> {
 {% endfor %}
     }
 {% endfor %}
+{% if chain %}
+    }
+{% endif %}
 }

@@ -2,13 +2,14 @@
 //
 //   p, g, m, v, most   one memory order, side by side; most: the largest v so far (amsgrad)
 //   step               the number of this step, one float32
+//   rate               the learning rate, where it is a tensor here
 //   scale, found       of a gradient scaler: what the gradient is divided by; not 0: nothing is done
 //
 // law "adam" (decay added to the gradient), "adamw" (decay apart), "sgd".
 // scalars of adam: rate, keeps (1 - rate · decay), decay, first (1 - beta1), second, second_left (1 - beta2), eps, and the
 // logarithms of both betas: in float32 1 - beta^step has lost its digits. Of sgd: rate, decay, momentum, damped (1 - dampening).
 //
-// variables: law, p, g, m, v, most (dtypes; "" for none), scaled, checked, maximize, nesterov, first_step
+// variables: law, p, g, m, v, most, rate (dtypes; "" for none), scaled, checked, maximize, nesterov, first_step
 {% import "numbers.wgsl" as numbers with context %}
 {% set adam = law != "sgd" %}
 {{ output("p", p, 4) }}
@@ -17,6 +18,7 @@
 {% if v %}{{ output("v", v, 4) }}{% endif %}
 {% if most %}{{ output("most", most, 4) }}{% endif %}
 {% if adam %}{{ input("step", "f32", 1) }}{% endif %}
+{% if rate %}{{ input("rate", rate, 1) }}{% endif %}
 {% if scaled %}{{ input("scale", "f32", 1) }}{% endif %}
 {% if checked %}{{ input("found", "f32", 1) }}{% endif %}
 {{ params(numbers.scalar_fields(["f"] * (9 if adam else 4)) ~ "count: u32") }}
@@ -31,6 +33,7 @@
 {% endif %}
     // What is behind the last element stays as it is.
     let here = vec4<u32>(0u, 1u, 2u, 3u) + vector * 4u < vec4<u32>(params.count);
+    let rate = {{ "load_rate(0u)" if rate else "params.scalar0" }};
     let p_before = load_p(vector);
     let g_before = load_g(vector);
     var p_now = p_before;
@@ -44,7 +47,7 @@
 {% endif %}
 {% if adam %}
 {% if law == "adamw" %}
-    p_now = p_now * params.scalar1;
+    p_now = p_now * {{ "(1.0 - rate * params.scalar2)" if rate else "params.scalar1" }};
 {% else %}
     g_now = fma(vec4<f32>(params.scalar2), p_now, g_now);
 {% endif %}
@@ -64,7 +67,7 @@
     let number = load_step(0u);
     let of_m = -expm1_of(number * params.scalar7);
     let of_v = -expm1_of(number * params.scalar8);
-    p_now = p_now - (params.scalar0 / of_m) * (m_now / (sqrt(largest) / sqrt(of_v) + params.scalar6));
+    p_now = p_now - (rate / of_m) * (m_now / (sqrt(largest) / sqrt(of_v) + params.scalar6));
 {% else %}
     g_now = fma(vec4<f32>(params.scalar1), p_now, g_now);
 {% if m %}
@@ -73,7 +76,7 @@
     store_m(vector, select(m_before, m_now, here));
     g_now = {{ "fma(vec4<f32>(params.scalar2), m_now, g_now)" if nesterov else "m_now" }};
 {% endif %}
-    p_now = p_now - params.scalar0 * g_now;
+    p_now = p_now - rate * g_now;
 {% endif %}
     store_p(vector, select(p_before, p_now, here));
 }
