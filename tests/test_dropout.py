@@ -346,10 +346,18 @@ def test_webgpu_arrays_take_a_seed_from_the_cpu():
         torch.testing.assert_close(
             out.torch(), hw.attention(q, k, v, dropout=0.4, dropout_seed=5), rtol=1e-4, atol=1e-5
         )
+
+
+def test_webgpu_arrays_draw_a_seed_from_their_own_generator():
+    """As CUDA tensors do: on the GPU, so that a captured step draws again."""
+    from headwise.webgpu import array
+
+    q, k, v = (array(x) for x in inputs("cpu"))
     torch.manual_seed(4)
-    drawn = hw.attention(*on_gpu, dropout=0.4)
+    first, second = (hw.attention(q, k, v, dropout=0.4).torch() for _ in range(2))
     torch.manual_seed(4)
-    torch.testing.assert_close(drawn.torch(), hw.attention(q, k, v, dropout=0.4), rtol=1e-4, atol=1e-5)
+    assert torch.equal(hw.attention(q, k, v, dropout=0.4).torch(), first)
+    assert not torch.equal(first, second)
 
 
 def test_explain_says_why_the_hopper_kernels_are_not_used():
