@@ -14,6 +14,7 @@ from typing import Any
 
 import griffe
 
+_OF_TORCH = ("extra_repr", "reset_parameters")  # every module has them
 _ALIGNED = re.compile(r"^(\w+(?:,? \w+)*)  +(\S.*)$")
 
 
@@ -43,7 +44,33 @@ def as_markdown(text: str) -> str:
     return "\n".join(made)
 
 
+def fields(of: griffe.Class) -> list[str]:
+    """What is said of the fields of a dataclass, in comments behind them."""
+    lines, made = of.lines, []
+    for name, member in of.members.items():
+        if member.is_attribute and "class-attribute" in member.labels and member.lineno is not None:
+            comment = lines[member.lineno - (of.lineno or 1)].partition("  # ")[2]
+            made += [f"- **`{name}`** {comment}"] if comment and not comment.startswith("type:") else []
+    return made
+
+
+def is_shown(obj: griffe.Object) -> bool:
+    """Of what has no docstring: functions, names of a module, and the fields of a named tuple, which no signature lists."""
+    if obj.is_function:
+        return obj.name not in _OF_TORCH
+    return obj.is_attribute and not (
+        isinstance(obj.parent, griffe.Class) and "NamedTuple" not in map(str, obj.parent.bases)
+    )
+
+
 class Docstrings(griffe.Extension):
+    """What is shown without a docstring gets an empty one; mkdocs.yml leaves out the rest, the attributes of classes."""
+
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
+        elif is_shown(obj):
+            obj.docstring = griffe.Docstring("", parent=obj)
+        if isinstance(obj, griffe.Class) and obj.docstring is not None and (said := fields(obj)):
+            before, example, after = obj.docstring.value.partition("```pycon")
+            obj.docstring.value = "\n".join([before, "", *said, "", example + after])

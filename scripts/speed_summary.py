@@ -60,7 +60,9 @@ class Summary(NamedTuple):
     def against(self) -> str:
         if self.line.peer != FASTEST or not self.peers:
             return self.line.peer
-        return self.peers[0] if len(self.peers) == 1 else f"the faster of {', '.join(self.peers)}"
+        if len(self.peers) == 1:
+            return self.peers[0]
+        return f"the {'faster' if len(self.peers) == 2 else 'fastest'} of {', '.join(self.peers)}"
 
 
 def read(results: Path) -> list[Row]:

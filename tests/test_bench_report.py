@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -89,6 +90,14 @@ def test_growth_and_rooflines_are_drawn_where_they_were_measured(page):
     assert "Extra memory" in page.text
 
 
+def test_memory_is_in_plain_numbers(page):
+    """11,346 and not 1.135e+04; a peer on WebGPU, whose memory nobody counts, has none."""
+    training = next(r for r in SUITES["models-nvidia-h200"] if r["role"] == "ours")
+    assert f"{float(training['peak_extra_bytes']) / 2**20:,.0f}" in page.text
+    assert "not seen" in page.text
+    assert not re.search(r"\de[+-]\d", page.text)
+
+
 def test_what_comes_from_a_file_is_escaped():
     hostile = dict.fromkeys(report.COLUMNS, "") | {
         "suite": "<b>", "group": "<script>x</script>", "case": "a & b", "direction": "forward", "contender": "PyTorch",
@@ -103,6 +112,12 @@ def test_a_point_lies_where_its_number_is():
     axis = html_charts.Axis(1.0, 100.0, 0.0, 200.0, True)
     assert axis.at(10.0) == pytest.approx(100.0)
     assert html_charts.Axis(0.0, 4.0, 100.0, 0.0, False).at(1.0) == pytest.approx(75.0)
+
+
+def test_an_axis_has_numbers_enough_to_read_it():
+    assert html_charts.Axis(0.8, 30.0, 0.0, 1.0, True).ticks() == [1, 2, 4, 8, 16]
+    assert html_charts.Axis(400.0, 40000.0, 0.0, 1.0, True).ticks() == [512 * 2**i for i in range(7)]
+    assert html_charts.Axis(0.05, 60000.0, 0.0, 1.0, True).ticks() == pytest.approx([10.0**i for i in range(-1, 5)])
 
 
 CASE = ("rows", "softmax", "forward")

@@ -42,6 +42,11 @@ NOT_RUN_HERE = {
     "docs/adding-an-op.md": "tests/test_adding_an_op.py follows the page",
     "docs/adding-a-backend.md": "tests/test_adding_a_backend.py follows the page",
 }
+# Pages with drawings, or with whole files of the package, as wide as the package has them.
+WIDE = (
+    *NOT_RUN_HERE,
+    *(f"docs/{name}.md" for name in ("hopper-attention", "cpu-kernels", "webgpu-kernels", "error-budget")),
+)
 RANKS = {"docs/distributed.md": 2}  # pages that torchrun runs
 LOUD = ("docs/transformers.md",)  # other people's warnings
 # What a page takes as given: page -> words of a block -> what goes before it. It runs in the empty folder `tmp`; `root` is
@@ -129,6 +134,12 @@ def test_files_that_are_named_exist(page):
         named = {name for name in named if "scale_and_add" not in name}
     missing = [name for name in sorted(named) if not any(f"/{known}".endswith(f"/{name}") for known in TREE)]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in WIDE], ids=name_of)
+def test_code_fits_beside_the_columns_of_the_site(page):
+    wide = [line for block in _BLOCK.findall(text_of(page)) for line in block.splitlines() if len(line) > 100]
+    assert wide == []
 
 
 def test_every_page_is_in_the_navigation():

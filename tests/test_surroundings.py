@@ -43,6 +43,7 @@ def test_cross_entropy_in_inference_mode_with_threads(backend, three_threads):
 
 @on_every_backend
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of PyTorch's own forward mode
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")  # the same, from PyTorch 2.15 on
 def test_forward_mode_gradients_raise(backend):
     x = torch.randn(3, 5, device=DEVICE[backend])
     with pytest.raises(NotImplementedError, match="forward-mode"):

@@ -189,6 +189,7 @@ def test_gradients_of_a_module_by_functional_call():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of PyTorch's own forward mode
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")  # the same, from PyTorch 2.15 on
 @each_call
 def test_forward_mode_and_second_order_say_that_they_are_not_there(ours, plain, tensors):
     with pytest.raises(NotImplementedError, match="forward-mode"):

@@ -11,7 +11,8 @@ measured twice: the L2 norm over the tensor, and the largest element. Infinities
 has them.
 
 >>> from headwise import cases, testing
->>> for result in testing.measure(cases.SUITES["softmax"], cases.SUITES["softmax"].cases[0], dtype=torch.bfloat16):
+>>> suite = cases.SUITES["softmax"]
+>>> for result in testing.measure(suite, suite.cases[0], dtype=torch.bfloat16):
 ...     print(result, result.ok)
 """
 

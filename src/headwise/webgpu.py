@@ -106,7 +106,8 @@ def save_step(
     ...     total, x = torch.zeros(3, device="webgpu"), torch.ones(3, device="webgpu")
     ...     with headwise.webgpu.capture(x=x) as step:
     ...         largest = total.add_(x).max()
-    ...     headwise.webgpu.save_step(step, "sum.step", outputs={"largest": largest}, state={"total": total})
+    ...     outputs, state = {"largest": largest}, {"total": total}
+    ...     headwise.webgpu.save_step(step, "sum.step", outputs=outputs, state=state)
     """
     from headwise.web import steps
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 COLOURS = (
     "#0b8f86", "#c2410c", "#4263eb", "#9c36b5", "#b7791f", "#2f9e44", "#e03131", "#74c0fc", "#868e96", "#f783ac",
-    "#5c940d", "#495057", "#ffa94d", "#6741d9",
+    "#5c940d", "#495057", "#ffa94d", "#6741d9", "#1864ab", "#a61e4d", "#94d82d", "#15aabf",
 )  # fmt: skip
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 14, 40
 
@@ -50,7 +50,7 @@ class Axis(NamedTuple):
             step = 10 ** math.floor(math.log10((self.high - self.low) / 3))
             step *= next(f for f in (1, 2, 5, 10) if (self.high - self.low) / (step * f) <= 6)
             return [step * i for i in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
-        base = 2.0 if self.high / self.low < 64 else 10.0
+        base = 2.0 if self.high / self.low < 512 else 10.0
         first, last = math.ceil(math.log(self.low, base) - 1e-9), math.floor(math.log(self.high, base) + 1e-9)
         return [base**i for i in range(first, last + 1)]
 

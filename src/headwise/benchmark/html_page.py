@@ -136,22 +136,33 @@ def _roofline(rows: list[Row]) -> str:
 
 
 def _memory(rows: list[Row]) -> str:
-    """Cases with a peer's memory beside ours, or a limit on it; those that need the most first."""
-    cases: dict[tuple[str, ...], dict[str, float]] = {}
+    """Cases with a peer's memory beside ours, or a limit on it; those that need the most first.
+
+    On WebGPU only the pool of our own buffers is counted: what a peer takes there is not seen.
+    """
+    cases: dict[tuple[str, ...], dict[str, float | None]] = {}
     limited = {_case(row) for row in rows if "memory" in row["requirement"] or "extra" in row["requirement"]}
     for row in rows:
         if row["peak_extra_bytes"] and row["role"] in ("ours", "peer"):
-            cases.setdefault(_case(row), {})[row["contender"]] = float(row["peak_extra_bytes"]) / 2**20
+            seen = row["device"] != "webgpu" or row["role"] == "ours"
+            amount = float(row["peak_extra_bytes"]) / 2**20 if seen else None
+            cases.setdefault(_case(row), {})[row["contender"]] = amount
     shown = {case: of for case, of in cases.items() if OURS in of and (len(of) > 1 or case in limited)}
     peers = list(dict.fromkeys(who for of in shown.values() for who in of if who != OURS))
     body = [
-        [*case, f"{of[OURS]:.4g}", *(f"{of[who]:.4g}" if who in of else "" for who in peers)]
-        for case, of in sorted(shown.items(), key=lambda item: -item[1][OURS])
+        [*case, _mebibytes(of[OURS]), *(_mebibytes(of[who]) if who in of else "" for who in peers)]
+        for case, of in sorted(shown.items(), key=lambda item: -(item[1][OURS] or 0.0))
     ]
     if not body:
         return ""
     table = _table(["group", "case", "direction", OURS, *peers], body, numbers=3)
     return table if len(body) <= 12 else f"<details><summary>{len(body)} cases</summary>{table}</details>"
+
+
+def _mebibytes(amount: float | None) -> str:
+    if amount is None:
+        return "not seen"
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
 
 
 def _every_row(rows: list[Row]) -> str:

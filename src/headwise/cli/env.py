@@ -105,9 +105,8 @@ def _print(facts: dict[str, Any]) -> None:
     memory = f"{facts['memory_gib']:.0f} GiB" if facts["memory_gib"] is not None else "unknown"
     about = Table.grid(padding=(0, 3))
     about.add_row("system", facts["system"])
-    about.add_row(
-        "cpu", f"{cpu['model']} · {cpu['cores']} cores · {cpu['vector']} · {cpu['threads']} threads in PyTorch"
-    )
+    threads = f"{cpu['threads']} thread{'s' if cpu['threads'] != 1 else ''}"
+    about.add_row("cpu", f"{cpu['model']} · {cpu['cores']} cores · {cpu['vector']} · {threads} in PyTorch")
     about.add_row("memory", memory)
     for gpu in facts["gpus"]:
         about.add_row("gpu", f"{gpu['name']} · {gpu['memory_gib']:.0f} GiB · {gpu['architecture']}")

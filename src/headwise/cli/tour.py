@@ -48,7 +48,7 @@ STEPS = (
         """,
     ),
     Step(
-        "Decoding: one query, a cache filled up to 700; what lies behind may hold anything",
+        "Decoding over a cache filled up to 700; the rest may hold anything",
         """
         k_cache, v_cache = k.clone(), v.clone()
         k_cache[:, :, 700:] = v_cache[:, :, 700:] = torch.nan
@@ -100,7 +100,7 @@ STEPS = (
         """,
     ),
     Step(
-        "A backend asked for by name runs or says why not: it never falls back in silence",
+        "A backend asked for by name runs, or says why it does not",
         """
         hw.softmax(torch.randn(4, 100), backend="cuda")
         """,

@@ -127,7 +127,8 @@ class PagedKVCache(KVCache):
     `release` gives the pages of a finished sequence to those that go on (Kwon et al., "Efficient Memory Management for Large
     Language Model Serving with PagedAttention", 2023).
 
-    >>> cache = nn.TransformerLM(nn.TransformerConfig(100, 64, 1, 2, positions=64)).cache(2, 64, page_size=16)
+    >>> model = nn.TransformerLM(nn.TransformerConfig(100, 64, 1, 2, positions=64))
+    >>> cache = model.cache(2, 64, page_size=16)
     >>> cache.extend(20).shape
     torch.Size([2, 20])
     """

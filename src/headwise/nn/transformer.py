@@ -123,7 +123,8 @@ class TransformerLM(nn.Module):
 
     The loss never builds the logits. ``how`` is what `Attention.forward` takes: positions, packing, lengths, cache.
 
-    >>> model = nn.TransformerLM(nn.TransformerConfig(vocabulary=1000, dim=64, layers=1, heads=4, positions=128))
+    >>> config = nn.TransformerConfig(vocabulary=1000, dim=64, layers=1, heads=4, positions=128)
+    >>> model = nn.TransformerLM(config)
     >>> ids = torch.randint(1000, (2, 17))
     >>> model(ids[:, :-1], ids[:, 1:]).shape  # given targets: the loss, without the logits
     torch.Size([])

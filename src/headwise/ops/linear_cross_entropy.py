@@ -131,7 +131,8 @@ def linear_cross_entropy_forward_backward(
     The gradients are those of the returned loss, for "none" of its sum; contiguous, each of its input's dtype.
 
     >>> hidden, weight, targets = torch.randn(4, 32), torch.randn(8, 32), torch.tensor([1, 5, 0, 2])
-    >>> loss, dhidden, dweight, dbias = hw.linear_cross_entropy_forward_backward(hidden, weight, targets)
+    >>> fused = hw.linear_cross_entropy_forward_backward
+    >>> loss, dhidden, dweight, dbias = fused(hidden, weight, targets)
     >>> dweight.shape, dbias
     (torch.Size([8, 32]), None)
     """

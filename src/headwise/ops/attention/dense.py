@@ -86,7 +86,7 @@ def attention(
     >>> q, k, v = torch.randn(1, 8, 100, 64), torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64)
     >>> hw.attention(q, k, v, causal=True, window=(31, 0)).shape
     torch.Size([1, 8, 100, 64])
-    >>> out, lse = hw.attention(q, k, v, kv_lengths=torch.tensor([0]), return_lse=True)  # nothing to see
+    >>> out, lse = hw.attention(q, k, v, kv_lengths=torch.tensor([0]), return_lse=True)  # no key
     >>> out.abs().max().item(), lse.max().item()
     (0.0, -inf)
     """

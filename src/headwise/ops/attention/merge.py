@@ -30,7 +30,8 @@ def merge_attention(
     Differentiable in outs and lses.
 
     >>> q, k, v = torch.randn(3, 1, 4, 100, 32)
-    >>> parts = [hw.attention(q, k[:, :, part], v[:, :, part], return_lse=True) for part in (slice(60), slice(60, 100))]
+    >>> slices = slice(60), slice(60, 100)
+    >>> parts = [hw.attention(q, k[:, :, part], v[:, :, part], return_lse=True) for part in slices]
     >>> out, lse = hw.merge_attention(*zip(*parts))
     >>> torch.allclose(out, hw.attention(q, k, v), atol=1e-5)
     True
@@ -49,7 +50,8 @@ def merge_attention_backward(
 
     >>> outs, lses = list(torch.randn(2, 1, 4, 10, 32)), list(torch.randn(2, 1, 4, 10))
     >>> out, lse = hw.merge_attention(outs, lses)
-    >>> douts, dlses = hw.merge_attention_backward(torch.ones_like(out), torch.zeros_like(lse), outs, lses, out, lse)
+    >>> dout, dlse = torch.ones_like(out), torch.zeros_like(lse)
+    >>> douts, dlses = hw.merge_attention_backward(dout, dlse, outs, lses, out, lse)
     """
     check_parts("merge_attention_backward", outs, lses)
     turn = is_packed("merge_attention_backward", outs[0], lses[0], packed)

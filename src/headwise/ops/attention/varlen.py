@@ -89,7 +89,8 @@ def attention_varlen_backward(
     >>> q, k, v = torch.randn(3, 8, 4, 32)
     >>> ends = torch.tensor([0, 3, 8], dtype=torch.int32)
     >>> out, lse = hw.attention_varlen(q, k, v, ends, ends, 5, 5, return_lse=True)
-    >>> dq, dk, dv = hw.attention_varlen_backward(torch.ones_like(out), q, k, v, out, lse, ends, ends, 5, 5)
+    >>> grad = torch.ones_like(out)
+    >>> dq, dk, dv = hw.attention_varlen_backward(grad, q, k, v, out, lse, ends, ends, 5, 5)
     >>> dq.shape
     torch.Size([8, 4, 32])
     """
