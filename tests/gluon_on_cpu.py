@@ -224,10 +224,18 @@ class Product:
         return self.value
 
 
+class Element:
+    """What kernels ask of the dtype of a descriptor."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.primitive_bitwidth = dtype, 8 * dtype.itemsize
+
+
 class Descriptor:
     def __init__(self, tensor: Any, box: Any) -> None:
         self.x, described = tensor, box.descriptor(tensor)
-        self.block_shape, self.dtype, self.layout = list(described.block_shape), tensor.dtype, described.layout
+        self.block_shape, self.layout = list(described.block_shape), described.layout
+        self.dtype = Element(tensor.dtype)
         self.packed = len(self.block_shape) == 5
 
     def at(self, coordinates: list[Any]) -> tuple[Any, tuple[slice, ...]]:
@@ -254,7 +262,7 @@ def _load_tile(desc: Descriptor, coordinates: list[Any], barrier: Barrier, buffe
     part, shape, where = desc.at(coordinates)
 
     def arrive() -> None:
-        box = torch.zeros(shape, dtype=desc.dtype)
+        box = torch.zeros(shape, dtype=desc.x.dtype)
         box[where] = part
         assert box.numel() == buffer.x.numel()
         buffer.x.copy_(box.reshape(buffer.x.shape))
@@ -370,6 +378,7 @@ def _assembly(
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     if layout == "barriers":
         return Barriers(shape[0])
+    dtype = dtype.dtype if isinstance(dtype, Element) else dtype
     poison = float("nan") if dtype.is_floating_point else -(2**30)
     return Buffer(torch.full([int(n) for n in shape], poison, dtype=dtype))
 
@@ -473,7 +482,7 @@ class OnCpu(Interpreter):
 
     def empty(self, *args: Any, **kwargs: Any) -> Any:
         x = super().empty(*args, **kwargs)
-        return x.fill_(float("nan")) if x.is_floating_point() else x.fill_(2**30)
+        return x.fill_(float("nan")) if x.is_floating_point() else x.fill_(torch.iinfo(x.dtype).max // 2)
 
     def counters(self, count: int) -> Any:
         return self.counter

@@ -56,6 +56,7 @@ _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "and": lambda a, b: a & b,
     "or": lambda a, b: a | b,
     "xor": lambda a, b: a ^ b,
+    "lshift": lambda a, b: a << b,
     "rshift": lambda a, b: a >> b,
 }
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {

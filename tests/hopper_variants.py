@@ -178,6 +178,10 @@ def _variants() -> dict[str, tuple[Any, Any]]:
         tile = masked_tile(dim) if args.bias is None else biased_tile(dim, args.bias.element_size())
         made[f"forward {dim} {kind} {band}"] = functools.partial(forward, tile=tile), args
         made[f"backward {dim} {kind} {band}"] = backward, gradients_of(args)
+        capped = args._replace(flags=args.flags._replace(softcap=30.0))
+        made[f"forward {dim} {kind} {band} cap"] = functools.partial(forward, tile=tile), capped
+        if args.bias is None:
+            made[f"backward {dim} {kind} {band} cap"] = backward, gradients_of(capped)
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import hopper_variants
 import pytest
@@ -21,7 +22,7 @@ CALLS = [
     "64 dense causal", "64 dense window", "64 dense window cap", "128 dense full", "128 dense full any order",
     "128 dense causal", "128 dense causal grouped", "128 packed causal", "192 packed causal grouped", "256 dense full",
     "256 dense window cap", "80 dense causal", "192/128 dense causal", "64 mask full", "128 mask full", "256 mask causal",
-    "128 bias full", "128 bias of keys and mask window",
+    "128 bias full", "128 bias of keys and mask window", "64 mask causal cap",
 ]  # fmt: skip
 
 
@@ -80,6 +81,17 @@ def test_a_padded_batch_is_run_as_a_packed_one(names):
     (dq, dk, dv, _, _), _, _ = recorded(padded.backward, args)
     for x, grad in ((call.q, dq), (call.k, dk), (call.v, dv)):
         assert (grad.shape, grad.stride()) == (x.shape, x.stride())
+
+
+def test_a_batch_entry_of_nearly_two_billion_elements_is_filled_by_steps_of_64_bits():
+    """2³¹ - 2048 of them: a step of 32 bits past the last one would come round, and go on before the first."""
+    size, heads, dim = 2**20 - 1, 16, 128
+    q, k, v = (meta(2, size, heads, dim).transpose(1, 2) for _ in range(3))
+    lengths = meta(2, dtype=torch.int64)
+    made = Recorded(padded.forward, attention(dim)._replace(q=q, k=k, v=v, q_lengths=lengths))
+    (fill,) = (launch for launch in made.launches if launch.kernel is padded._fill_bad)
+    assert 2**31 - 8 * padded._ELEMENTS < fill.tail[2] < 2**31
+    assert re.search(r"scf.for .* : i64", made.compiled(fill).asm["ttir"])
 
 
 def test_what_a_backward_returns():

@@ -28,7 +28,8 @@ CALLS = [
     "128 (128x128) dense window cap sink", "128 (128x128) packed window cap sink", "128 (128x128 keys first) dense full",
     "128 (128x64) dense causal", "192 (128x64) dense causal", "192/128 dense causal", "256 (128x64) dense causal",
     "256 (128x64) lengths left", "64 mask causal", "128 mask full",
-    "128 mask of queries window", "64 bias full", "128 bias of keys and mask window",
+    "128 mask of queries window", "64 bias full", "128 bias of keys and mask window", "64 mask causal cap",
+    "128 mask full cap", "128 bias full cap",
 ]  # fmt: skip
 
 

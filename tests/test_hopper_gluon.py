@@ -63,8 +63,9 @@ class Inputs(NamedTuple):
 
 def dense(
     shape, window, *, rows=200, keys=230, heads=2, key_heads=1, batch=2, sink=False, cap=0.0, deterministic=True,
-    dtype=torch.bfloat16,
+    dtype=torch.bfloat16, unseen=True,
 ):  # fmt: skip
+    """``unseen``: is what nobody sees NaN?"""
     x = {"q": normal(batch, heads, rows, shape.dim, seed=1, dtype=dtype)}
     x["k"] = normal(batch, key_heads, keys, shape.dim, seed=2, dtype=dtype)
     x["v"] = normal(batch, key_heads, keys, shape.value_dim, seed=3, dtype=dtype)
@@ -77,15 +78,16 @@ def dense(
     truth = direct.results_of(
         lambda **t: direct.attention(**t, window=window, softcap=cap or None), x, grads, torch.float64
     )
-    seen = direct.visible_keys(rows, keys, window=window)
-    x["k"][:, :, ~seen.any(0)] = x["v"][:, :, ~seen.any(0)] = math.nan
+    if unseen:
+        hidden = ~direct.visible_keys(rows, keys, window=window).any(0)
+        x["k"][:, :, hidden] = x["v"][:, :, hidden] = math.nan
     flags = flags_of(shape.dim, window, cap, deterministic)
     return Inputs(
         x, grads, truth, Attention(x["q"], x["k"], x["v"], None, None, x.get("sink"), None, None, None, None, flags)
     )
 
 
-def packed(shape, window, *, sink=False, deterministic=True):
+def packed(shape, window, *, sink=False, cap=0.0, deterministic=True):
     cu_q, cu_k = ([0, *torch.tensor(lengths).cumsum(0).tolist()] for lengths in zip(*LENGTHS, strict=True))
     tokens, keys = cu_q[-1] + 7, cu_k[-1] + 9
     x = {"q": normal(tokens, 4, shape.dim, seed=1), "k": normal(keys, 2, shape.dim, seed=2)}
@@ -95,7 +97,7 @@ def packed(shape, window, *, sink=False, deterministic=True):
     grads = normal(tokens, 4, shape.value_dim, seed=5), normal(4, tokens, seed=6, dtype=torch.float32)
 
     def run(**t):
-        return direct.varlen(t.pop("q"), t.pop("k"), t.pop("v"), cu_q, cu_k, window=window, **t)
+        return direct.varlen(t.pop("q"), t.pop("k"), t.pop("v"), cu_q, cu_k, window=window, softcap=cap or None, **t)
 
     truth = direct.results_of(run, x, grads, torch.float64)
     for i, (q_length, k_length) in enumerate(LENGTHS):
@@ -106,7 +108,7 @@ def packed(shape, window, *, sink=False, deterministic=True):
     x["q"][cu_q[-1] :] = grads[0][cu_q[-1] :] = x["k"][cu_k[-1] :] = x["v"][cu_k[-1] :] = math.nan
     cu = [torch.tensor(offsets, dtype=torch.int32) for offsets in (cu_q, cu_k)]
     packing = Packing(*cu, *(int(c.diff().max()) for c in cu))
-    flags = flags_of(shape.dim, window, deterministic=deterministic)
+    flags = flags_of(shape.dim, window, cap, deterministic)
     call = Attention(x["q"], x["k"], x["v"], None, None, x.get("sink"), None, None, None, packing, flags)
     return Inputs(x, grads, truth, call)
 

@@ -130,16 +130,17 @@ def test_a_bad_length_is_nan_in_its_entry_alone(name, value, monkeypatch):
         assert torch.equal(ours[[0, 2]], expected[[0, 2]])
 
 
-def test_a_batch_of_any_size_fits_the_grids():
+@pytest.mark.parametrize(("batch", "tokens"), [(70000, 128), (2, 2**25)])
+def test_a_batch_of_any_size_fits_the_grids(batch, tokens):
     """CUDA's grids hold 65535 programs along all axes but the first."""
-    q = torch.empty(70000, 128, 4, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
-    length = torch.empty(70000, dtype=torch.int64, device="meta")
+    q = torch.empty(batch, tokens, 4, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    length = torch.empty(batch, dtype=torch.int64, device="meta")
     call = arguments({"q": q, "k": q, "v": q}, {"q_lengths": length, "kv_starts": length}, (None, 0), dim=128)
     assert padding.covers_forward(call) is padding.covers_backward(call) is None
     gpu, grids = StandIn(), []
     gpu.launch = lambda kernel, grid, *_, **__: grids.append(grid)
     with torch.device("meta"):
-        rows = torch.empty(70000, 4, 128)
+        rows = torch.empty(batch, 4, tokens)
         padded.forward(gpu, call)
         padded.backward(gpu, AttentionBackward(q, rows, q, rows, call, False, False))
     assert len(grids) > 10

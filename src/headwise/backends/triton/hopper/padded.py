@@ -115,8 +115,8 @@ def _move_statistics(
 ) -> None:  # fmt: skip
     batch, heads, keys = args.q.shape[0], args.q.shape[1], args.k.shape[2]
     gpu.launch(
-        _move_rows, (batch, triton.cdiv(queries, _ROWS), heads), (*_lengths(gpu, args), source, target),
-        (queries, keys, hidden), (to_packed, _ROWS),
+        _move_rows, (batch * heads * triton.cdiv(queries, _ROWS),), (*_lengths(gpu, args), source, target),
+        (batch, heads, queries, keys, hidden), (to_packed, _ROWS),
     )  # fmt: skip
 
 
@@ -161,17 +161,19 @@ def _write_offsets(q_lengths, kv_lengths, kv_starts, cu_q, cu_k, queries, keys):
         tl.store(k + 4, at_k + keys)
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "hidden"])
+@triton.jit(do_not_specialize=["batches", "heads", "queries", "keys", "hidden"])
 def _move_rows(
-    q_lengths, kv_lengths, kv_starts, source, target, queries, keys, hidden, TO_PACKED: tl.constexpr, ROWS: tl.constexpr
-):
+    q_lengths, kv_lengths, kv_starts, source, target, batches, heads, queries, keys, hidden, TO_PACKED: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
     """float32 of every row from ``(B, H, S)`` to ``(H, B · S)``, or back; ``hidden`` for rows that do not exist."""
-    batch, head = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    program, blocks = tl.program_id(0), tl.cdiv(queries, ROWS)
+    batch, head = (program // blocks // heads).to(tl.int64), (program // blocks % heads).to(tl.int64)
+    row = program % blocks * ROWS + tl.arange(0, ROWS)
     inside = row < queries
     existing, _, _, bad = _extent(q_lengths, kv_lengths, kv_starts, batch, queries, keys)
-    padded = (batch * tl.num_programs(2) + head) * queries + row
-    packed = (head * tl.num_programs(0) + batch) * queries + row
+    padded = (batch * heads + head) * queries + row
+    packed = (head * batches + batch) * queries + row
     if TO_PACKED:
         x = tl.load(source + padded, mask=inside & (row < existing), other=hidden)
     else:
@@ -187,6 +189,7 @@ def _fill_bad(q_lengths, kv_lengths, kv_starts, x, queries, keys, size, ELEMENTS
     _, _, _, bad = _extent(q_lengths, kv_lengths, kv_starts, batch, queries, keys)
     if bad:
         base = x + batch.to(tl.int64) * size
-        for first in range(tl.program_id(1) * ELEMENTS, size, tl.num_programs(1) * ELEMENTS):
+        # In 64 bits: just below 2³¹ elements, the last step would come round in 32.
+        for first in range(tl.program_id(1).to(tl.int64) * ELEMENTS, size, tl.num_programs(1) * ELEMENTS):
             i = first + tl.arange(0, ELEMENTS)
             tl.store(base + i, tl.full([ELEMENTS], float("nan"), tl.float32).to(x.dtype.element_ty), mask=i < size)
