@@ -106,6 +106,31 @@ def test_numbers_that_float32_does_not_hold(value):
     )
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_nan_is_true_and_infinity_finds_the_largest_number(dtype):
+    """As in PyTorch; WGSL alone lets a compiler take NaN for anything."""
+    x = torch.tensor([float("nan"), 0.0, -0.0, 1.0, float("inf"), -float("inf"), 1e-7], dtype=dtype)
+    y = x.to(DEVICE)
+    for function in (
+        lambda x: x.bool(), lambda x: x.logical_not(), lambda x: x.logical_and(x.flip(0)), lambda x: x.logical_or(x),
+        lambda x: x.logical_xor(x.flip(0)), lambda x: x[:1].any(), lambda x: x[:1].all(), lambda x: x.all(),
+        lambda x: x.nonzero(),
+        lambda x: torch.zeros_like(x, dtype=torch.bool).copy_(x), lambda x: x.count_nonzero(), lambda x: x.nan_to_num(),
+        lambda x: x.nan_to_num(2.0, neginf=-3.0),
+    ):  # fmt: skip
+        assert torch.equal(function(y).cpu(), function(x))
+
+
+@pytest.mark.parametrize("name", ["leaky_relu", "hardshrink", "softshrink", "elu", "hardtanh", "mish", "softplus"])
+def test_gradients_of_activations(name):
+    x, found = torch.tensor([float("nan"), -3.0, -0.2, -0.0, 0.0, 0.3, 4.0, 100.0]), []
+    for device in ("cpu", DEVICE):
+        leaf = x.to(device).clone().requires_grad_()
+        getattr(F, name)(leaf).sum().backward()
+        found.append(leaf.grad.cpu())
+    torch.testing.assert_close(found[1], found[0], equal_nan=True)
+
+
 def test_what_is_not_there_says_so_and_runs_on_the_cpu_if_asked():
     x = torch.rand(4, 4, device=DEVICE)
     with pytest.raises(NotImplementedError, match=r"aten.linalg_qr.default is not there on WebGPU. x.cpu\(\)"):
