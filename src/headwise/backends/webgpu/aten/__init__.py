@@ -9,6 +9,7 @@ from __future__ import annotations
 from headwise.backends.webgpu.aten import (
     convolutions,
     indexing,
+    loading,
     making,
     optimizers,
     pointwise,
@@ -22,6 +23,6 @@ from headwise.backends.webgpu.aten import (
 from headwise.backends.webgpu.aten.rest import missing
 
 __all__ = [
-    "convolutions", "indexing", "making", "missing", "optimizers", "pointwise", "products", "random", "reductions",
-    "resampling", "rows", "views",
+    "convolutions", "indexing", "loading", "making", "missing", "optimizers", "pointwise", "products", "random",
+    "reductions", "resampling", "rows", "views",
 ]  # fmt: skip
