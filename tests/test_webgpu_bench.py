@@ -41,6 +41,15 @@ def test_targets():
     judged = [case.name for case in FULL if case.group.startswith("decode") and case.requirements]
     assert judged == ["B 8 length 32768"] * 3
     assert targets("host") == [(TimeLimit(600.0),), (Within(1.3, "our forward"),)]
+    for dtype, rate in (("float32", 36.0), ("float16", 40.0), ("bfloat16", 30.0)):
+        required = targets(f"matmul {dtype}")
+        assert required[:3] == [(FlopRate(rate),), (Within(1 / 0.9, "a · b"),), (Within(1 / 0.9, "a · b"),)]
+    assert targets("matmul float32")[3:] == [(FlopRate(32.4),)]
+    assert targets("matmul float16")[3:] == [(Within(1 / 0.75, "WGSL copy"),)]
+    assert set(targets("operators")) == {(Within(1 / 0.85, "WGSL copy"),)}
+    assert targets("host of operators") == [(TimeLimit(1000.0),), (TimeLimit(100.0),)]
+    assert targets("training step") == [(FlopRate(0.45 * 57.0),), (Within(1.4, "captured"),)]
+    assert targets("decoding step") == [(Within(1 / 0.6, "WGSL copy"),), ()]
     growth = [case for case in FULL if case.group == "growth"]
     assert [case.flops for case in growth[::2]] == [4.0 * 16 * n * n * 64 for n in webgpu.GROWTH]
 
