@@ -19,10 +19,11 @@ from headwise.backends.webgpu.aten import (
     resampling,
     rows,
     views,
+    wide,
 )
 from headwise.backends.webgpu.aten.rest import missing
 
 __all__ = [
     "convolutions", "indexing", "loading", "making", "missing", "optimizers", "pointwise", "products", "random",
-    "reductions", "resampling", "rows", "views",
+    "reductions", "resampling", "rows", "views", "wide",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 
 from headwise.backends.webgpu import copies, runtime
 from headwise.backends.webgpu.array import OPERATORS, Array, array, uploaded
-from headwise.backends.webgpu.aten import elementwise
+from headwise.backends.webgpu.aten import elementwise, wide
 from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.recorder import replayed
 from headwise.backends.webgpu.storage import Region, contiguous_strides
@@ -161,6 +161,8 @@ def _copied_into(device: Device, y: Region, x: Region, copy_first: bool) -> tupl
 
 
 def cast_into(device: Device, x: Region, y: Region, part: bool = False) -> None:
+    if not part and wide.cast(device, x, y):
+        return
     kind = elementwise.kind_of(x.dtype)
     elementwise.compute(device, "x", kind, {"x": elementwise.Input(x, kind)}, y, part=part)
 
