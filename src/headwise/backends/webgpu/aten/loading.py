@@ -21,7 +21,7 @@ _BEFORE_PYTORCHS = 9  # of its deserializers the first is 10
 class _OfAFile(torch.UntypedStorage):
     """What a file holds of a storage, on its way to the GPU."""
 
-    device = DEVICE  # type: ignore[assignment]
+    device = DEVICE
     there: Array | None = None  # its elements on the GPU; tensors that shared a storage share it again
 
 
@@ -41,7 +41,7 @@ def _set(x: Array, storage: Any, offset: int, size: Any, stride: Any = ()) -> Ar
     if not isinstance(storage, _OfAFile):
         raise NotImplementedError("headwise: set_ of a storage on WebGPU; x.data = y gives x the memory of y")
     if storage.there is None or storage.there.dtype != x.dtype:
-        whole = torch.empty(0, dtype=x.dtype).set_(storage, 0, (storage.nbytes() // x.dtype.itemsize,), (1,))  # type: ignore[call-overload]
+        whole = torch.empty(0, dtype=x.dtype).set_(storage, 0, (storage.nbytes() // x.dtype.itemsize,), (1,))
         storage.there = uploaded(whole)
     x.data = storage.there.as_strided(size, stride, offset)
     return x
