@@ -34,13 +34,23 @@ def test_targets():
     assert set(targets("small grid")) == {(FlopRate(25.0),), ()}
     assert set(targets("attention backward float32")) == {(SameRate(0.5, "our forward"),)}
     assert set(targets("memory bound float32")) == {(Within(1 / 0.7, "WGSL copy"),), (Within(1 / 0.85, "WGSL copy"),)}
-    closest = {(case.name, case.direction) for case in FULL if case.requirements == (Within(1 / 0.85, "WGSL copy"),)}
+    rows = [case for case in FULL if case.group.startswith("memory bound")]
+    closest = {(case.name, case.direction) for case in rows if case.requirements == (Within(1 / 0.85, "WGSL copy"),)}
     assert {(name.split()[0], direction) for name, direction in closest} == {
         (op, direction) for op in ("add_rms_norm", "glu", "layer_norm", "rope") for direction in ("forward", "backward")
     }
     judged = [case.name for case in FULL if case.group.startswith("decode") and case.requirements]
     assert judged == ["B 8 length 32768"] * 3
     assert targets("host") == [(TimeLimit(600.0),), (Within(1.3, "our forward"),)]
+    for dtype, rate in (("float32", 36.0), ("float16", 40.0), ("bfloat16", 30.0)):
+        required = targets(f"matmul {dtype}")
+        assert required[:3] == [(FlopRate(rate),), (Within(1 / 0.9, "a · b"),), (Within(1 / 0.9, "a · b"),)]
+    assert targets("matmul float32")[3:] == [(FlopRate(32.4),)]
+    assert targets("matmul float16")[3:] == [(Within(1 / 0.75, "WGSL copy"),)]
+    assert set(targets("operators")) == {(Within(1 / 0.85, "WGSL copy"),)}
+    assert targets("host of operators") == [(TimeLimit(1000.0),), (TimeLimit(100.0),)]
+    assert targets("training step") == [(FlopRate(0.45 * 57.0),), (Within(1.4, "captured"),)]
+    assert targets("decoding step") == [(Within(1 / 0.6, "WGSL copy"),), ()]
     growth = [case for case in FULL if case.group == "growth"]
     assert [case.flops for case in growth[::2]] == [4.0 * 16 * n * n * 64 for n in webgpu.GROWTH]
 

@@ -361,6 +361,30 @@ def test_what_changes_after_the_capture_and_would_be_without_effect_is_refused(c
         step()
 
 
+def test_gradients_from_before_the_block_that_others_took_the_place_of_are_refused():
+    p = torch.nn.Parameter(torch.ones(4, device=DEVICE))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    p.sum().backward()
+    with capture() as step:
+        optimizer.step()
+    p.grad.fill_(2)  # in place: the replay sees it
+    step()
+    assert p.tolist() == [-2.0] * 4
+    optimizer.zero_grad()
+    for _ in range(2):  # gone, and then another
+        with pytest.raises(CaptureError, match="a gradient that SGD took from before the capture is gone or lies"):
+            step()
+        (p * 3).sum().backward()
+    assert p.tolist() == [-2.0] * 4
+    with capture() as step:  # whose own gradients go and come
+        optimizer.zero_grad()
+        (p * 5).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    step()
+    assert p.tolist() == [-12.0] * 4
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [(torch.optim.AdamW, {}), (torch.optim.Adam, {"amsgrad": True}), (torch.optim.SGD, {"momentum": 0.9})],

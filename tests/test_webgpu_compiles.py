@@ -197,6 +197,7 @@ def _operators(dtype):
         torch.arange(0, 1, 0.1, device=device),
     )
     x.uniform_(), x.normal_(), x.bernoulli_(0.5), x.exponential_(), whole.random_(0, 9), x.fill_(3)
+    x.float().double().reciprocal().float()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -204,7 +205,18 @@ def test_the_operators_of_pytorch_compile_under_naga_and_tint_webgpu(dtype, monk
     with recording(monkeypatch, **ADAPTERS["floor"]) as recorded:
         _operators(dtype)
     families = {name for name, _ in recorded.values()}
-    assert families >= {"pointwise", "reduce", "matmul", "gather", "scatter", "order", "scan", "random", "arange"}
+    assert families >= {
+        "pointwise",
+        "reduce",
+        "matmul",
+        "gather",
+        "scatter",
+        "order",
+        "scan",
+        "random",
+        "arange",
+        "wide",
+    }
     gpu = runtime.device().gpu
     for text, (name, variant) in recorded.items():
         gpu.create_shader_module(code=text)

@@ -106,6 +106,31 @@ def test_numbers_that_float32_does_not_hold(value):
     )
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_nan_is_true_and_infinity_finds_the_largest_number(dtype):
+    """As in PyTorch; WGSL alone lets a compiler take NaN for anything."""
+    x = torch.tensor([float("nan"), 0.0, -0.0, 1.0, float("inf"), -float("inf"), 1e-7], dtype=dtype)
+    y = x.to(DEVICE)
+    for function in (
+        lambda x: x.bool(), lambda x: x.logical_not(), lambda x: x.logical_and(x.flip(0)), lambda x: x.logical_or(x),
+        lambda x: x.logical_xor(x.flip(0)), lambda x: x[:1].any(), lambda x: x[:1].all(), lambda x: x.all(),
+        lambda x: x.nonzero(),
+        lambda x: torch.zeros_like(x, dtype=torch.bool).copy_(x), lambda x: x.count_nonzero(), lambda x: x.nan_to_num(),
+        lambda x: x.nan_to_num(2.0, neginf=-3.0),
+    ):  # fmt: skip
+        assert torch.equal(function(y).cpu(), function(x))
+
+
+@pytest.mark.parametrize("name", ["leaky_relu", "hardshrink", "softshrink", "elu", "hardtanh", "mish", "softplus"])
+def test_gradients_of_activations(name):
+    x, found = torch.tensor([float("nan"), -3.0, -0.2, -0.0, 0.0, 0.3, 4.0, 100.0]), []
+    for device in ("cpu", DEVICE):
+        leaf = x.to(device).clone().requires_grad_()
+        getattr(F, name)(leaf).sum().backward()
+        found.append(leaf.grad.cpu())
+    torch.testing.assert_close(found[1], found[0], equal_nan=True)
+
+
 def test_what_is_not_there_says_so_and_runs_on_the_cpu_if_asked():
     x = torch.rand(4, 4, device=DEVICE)
     with pytest.raises(NotImplementedError, match=r"aten.linalg_qr.default is not there on WebGPU. x.cpu\(\)"):
@@ -370,6 +395,56 @@ def test_a_module_moves_and_stays_the_same_module():
     optimizer.step()
     assert not torch.equal(before.detach().cpu(), values)
     assert nn.Linear(4, 5, device=DEVICE).weight.device.type == DEVICE
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"fused": True, "amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+    ],
+    ids=["plain", "fused", "sgd"],
+)
+def test_a_gradient_scaler_skips_steps_and_clips_as_on_the_cpu(kind, options):
+    x, found = torch.randn(8, 17), []
+    x[4] = torch.inf
+    for device in ("cpu", DEVICE):
+        w = torch.linspace(-1, 1, 17).to(device).requires_grad_()
+        optimizer, scaler = (
+            kind([w], lr=0.1, **options),
+            torch.amp.GradScaler(device, init_scale=3e3, growth_interval=3),
+        )
+        for i, row in enumerate(x.to(device)):
+            optimizer.zero_grad()
+            scaler.scale((w * row).sum()).backward()
+            if i % 2:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_([w], 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        found.append((w.detach().cpu(), scaler.get_scale()))
+    assert found[0][1] == found[1][1] == 6e3
+    torch.testing.assert_close(found[1][0], found[0][0])
+
+
+def test_float64_is_cast_and_inverted_to_the_bit():
+    torch.manual_seed(0)
+    bits = torch.randint(-(1 << 63), (1 << 63) - 1, (20000,))
+    near_one = (bits & ((1 << 53) - 1)) | (1022 << 52)
+    near_float32 = (bits >> 3 & ((1 << 60) - 1)) % (280 << 52) + (870 << 52)  # its range, and below it
+    edges = torch.tensor(
+        [0.0, -0.0, 1.0, -2.0, 3.0, 2.0**1023, 1.9 * 2.0**1022, -(2.0**-1074), 2.0**-1023, torch.inf, torch.nan],
+        dtype=torch.float64,
+    )  # fmt: skip
+    wide = torch.cat([*(x.view(torch.float64) for x in (bits, near_one, near_float32)), edges])
+    for function in (torch.reciprocal, torch.Tensor.float):
+        torch.testing.assert_close(function(wide.to(DEVICE)).cpu(), function(wide), rtol=0, atol=0, equal_nan=True)
+    narrow = torch.randint(-(1 << 31), (1 << 31) - 1, (20000,), dtype=torch.int32).view(torch.float32)
+    narrow = torch.cat([narrow, narrow * 1e-38, edges.float()])
+    torch.testing.assert_close(narrow.to(DEVICE).double().cpu(), narrow.double(), rtol=0, atol=0, equal_nan=True)
+    turned = torch.arange(6.0).view(2, 3).t()
+    assert torch.equal(turned.to(DEVICE).double().cpu(), turned.double())
 
 
 def test_state_is_saved_and_loaded_both_ways():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 import transformers as tf
@@ -30,10 +31,10 @@ MODELS = {
 }  # fmt: skip
 
 
-def _trained(make, device, dtype, steps):
+def _trained(make, device, dtype, steps, rate=1e-3):
     torch.manual_seed(1)
     model = make().to(dtype).to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     ids, losses = IDS.to(device), []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -43,6 +44,29 @@ def _trained(make, device, dtype, steps):
         optimizer.step()
         losses.append(loss.item())
     return model.eval(), torch.tensor(losses, dtype=torch.float64)
+
+
+def _with_adapters():
+    """Llama with LoRA: only the adapters train."""
+    config = peft.LoraConfig(r=4, lora_alpha=32, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"])
+    return peft.get_peft_model(MODELS["llama"](), config)
+
+
+def test_adapters_train_as_on_the_cpu_and_are_saved(tmp_path):
+    _, truth = _trained(_with_adapters, "cpu", torch.float64, 4, rate=0.03)
+    _, on_cpu = _trained(_with_adapters, "cpu", torch.float32, 4, rate=0.03)
+    model, losses = _trained(_with_adapters, DEVICE, torch.float32, 4, rate=0.03)
+    assert losses[-1] < losses[0] - 0.1
+    band = 16 * torch.finfo(torch.float32).eps / 2 * truth * torch.arange(1, 5)
+    assert ((losses - truth).abs() <= 2 * (on_cpu - truth).abs() + band).all(), (losses - truth, on_cpu - truth)
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(1)
+    again = peft.PeftModel.from_pretrained(MODELS["llama"]().to(DEVICE), tmp_path).eval()
+    ids = IDS[:1, :9].to(DEVICE)
+    expected = model(input_ids=ids).logits
+    assert torch.equal(again(input_ids=ids).logits.cpu(), expected.cpu())
+    merged = model.merge_and_unload()(input_ids=ids).logits
+    torch.testing.assert_close(merged.cpu(), expected.cpu(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

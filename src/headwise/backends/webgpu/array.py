@@ -69,6 +69,16 @@ class Array(Tensor):
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self._storage, self._layout, self._device = other._storage, other._layout, other._device
 
+    def untyped_storage(self) -> Any:
+        """PyTorch's, and a number in place of its address: safetensors compares addresses to find shared memory."""
+        found, address = Tensor.untyped_storage(self), id(self._storage.buffer)
+        found.data_ptr = lambda: address  # type: ignore[method-assign]
+        return found
+
+    def data_ptr(self) -> int:
+        """A number that tensors over the same memory agree in; nothing lies there."""
+        return id(self._storage.buffer) + self._layout.offset * self.dtype.itemsize
+
     def torch(self) -> Tensor:
         """A copy on the CPU, differentiable. Waits for the GPU."""
         if not REGISTERED and self.requires_grad and torch.is_grad_enabled():

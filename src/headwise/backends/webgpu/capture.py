@@ -119,9 +119,9 @@ class Capture:
                 raise CaptureError("headwise: a capture inside of a capture")
             for x in self.inputs.values():
                 x._usable()
-            self._optimizers = Optimizers()
             self._shared = device.pool
             self._memory = PrivateMemory(device.pool)
+            self._optimizers = Optimizers(self._memory)
             device.pool, device.capture, self._state = self._memory, self, "recording"
         except BaseException:
             device.lock.release()

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from headwise.backends.webgpu.array import Array
 from headwise.backends.webgpu.capture_errors import CaptureError
-from headwise.backends.webgpu.storage import Storage
+from headwise.backends.webgpu.storage import Pool, Storage
 
 _AGAIN = "Capture the step anew"
 
@@ -24,12 +24,15 @@ class _Group(NamedTuple):
     group: dict[str, Any]
     options: dict[str, Any]  # what `_fact` says of them
     memory: list[Storage | None]  # of its parameters
+    gradients: list[Storage | None]  # those that were there before the block
 
 
 class Optimizers:
     """Those that make a step inside of the block, and what their steps were recorded with."""
 
-    def __init__(self) -> None:
+    def __init__(self, made_inside: Pool) -> None:
+        """made_inside: the pool of what the block makes."""
+        self._made_inside = made_inside
         self._before: dict[int, dict[tuple[int, str], Any]] = {}
         self._recorded: dict[int, tuple[Any, list[_Group]]] = {}
         self._hooks = [
@@ -51,7 +54,7 @@ class Optimizers:
                     f"headwise: {name} has other groups of parameters than when the step was captured (load_state_dict and "
                     f"add_param_group make such), and a replay would go on with the old. {_AGAIN}"
                 )
-            for group, options, memory in groups:
+            for group, options, memory, gradients in groups:
                 for option, fact in options.items():
                     value = _fact(group.get(option))
                     if value is not fact and value != fact:
@@ -60,6 +63,15 @@ class Optimizers:
                     raise CaptureError(
                         f"headwise: a parameter of {name} lies in other memory than when the step was captured (p.data = x "
                         f"does that), and a replay would change the old. Write in place: p.data.copy_(x), or c{_AGAIN[1:]}"
+                    )
+                if any(
+                    old is not None and _memory(p.grad) is not old
+                    for p, old in zip(group["params"], gradients, strict=True)
+                ):
+                    raise CaptureError(
+                        f"headwise: a gradient that {name} took from before the capture is gone or lies in other memory now "
+                        "(zero_grad() and a backward pass do that), and a replay would go on with the old. Let the block "
+                        f"make the gradients, or keep them with zero_grad(set_to_none=False) and c{_AGAIN[1:]}"
                     )
 
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -97,10 +109,15 @@ class Optimizers:
                     group,
                     {option: _fact(value) for option, value in group.items() if option != "params"},
                     [_memory(p) for p in group["params"]],
+                    [self._of_before(p.grad) for p in group["params"]],
                 )
                 for group in optimizer.param_groups
             ],
         )
+
+    def _of_before(self, grad: Any) -> Storage | None:
+        storage = _memory(grad)
+        return None if storage is None or storage.pool is self._made_inside else storage
 
 
 def _state(optimizer: Any) -> dict[tuple[int, str], Any]:

@@ -130,6 +130,12 @@ _casts = torch.library.Library("aten", "IMPL")
 _others = torch.library.Library("_", "IMPL")
 
 
+def checked(device: Any) -> None:
+    """An error for a device of this kind that is not there."""
+    if device is not None and device.index:
+        raise RuntimeError(f"there is one device of this kind, {DEVICE}; {device} is not there")
+
+
 def backward_in_this_thread() -> None:
     """Let autograd run the backward passes of this thread in it.
 
@@ -144,6 +150,7 @@ def _empty(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = No
            memory_format: Any = None) -> Any:  # fmt: skip
     from headwise.backends.webgpu.aten import making
 
+    checked(device)
     return making.empty(tuple(size), dtype or torch.get_default_dtype(), memory_format)
 
 
@@ -151,6 +158,7 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, layout: Any = N
                    pin_memory: Any = None) -> Any:  # fmt: skip
     from headwise.backends.webgpu.aten import making
 
+    checked(device)
     return making.empty_strided(tuple(size), tuple(stride), dtype or torch.get_default_dtype())
 
 
@@ -161,12 +169,18 @@ def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
     return making.copy_in_place(target, source)
 
 
+def _pin_memory(x: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """Not pinned: WebGPU copies from memory of its own. `DataLoader(pin_memory=True)` asks for it."""
+    return x.clone()
+
+
 def _late(name: str) -> Any:
     """A factory of `making`, which is imported when the first tensor is made."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         from headwise.backends.webgpu.aten import making
 
+        checked(kwargs.get("device"))
         return making.FACTORIES[name](*args, **kwargs)
 
     return run
@@ -210,6 +224,7 @@ def _register_operators() -> None:
     _factories.impl("empty.memory_format", _empty, "PrivateUse1")
     _factories.impl("empty_strided", _empty_strided, "PrivateUse1")
     _factories.impl("_copy_from", _copy_from, "PrivateUse1")
+    _factories.impl("_pin_memory", _pin_memory, "CPU")
     for name in _WHOLE:
         _factories.impl(name, _late(name), "PrivateUse1")
     _others.fallback(torch.library.fallthrough_kernel, _AUTOCAST_KEY)

@@ -24,7 +24,7 @@ from headwise.benchmark.case import (
     Within,
 )
 from headwise.benchmark.correctness import WholeCheck, first_output, oracle
-from headwise.benchmark.suites import dropout, linear_loss, pointwise, training, webgpu_features
+from headwise.benchmark.suites import dropout, linear_loss, pointwise, training, webgpu_device, webgpu_features
 from headwise.benchmark.suites.attention import BOTH, PATTERNS, Shape, attention_case, attention_flops, ours
 from headwise.benchmark.suites.decode import Cache, decode_case
 from headwise.benchmark.suites.norms import add_rms_norm_case, layer_norm_case
@@ -60,6 +60,7 @@ def cases(quick: bool) -> list[BenchCase]:
         *_linear_loss(shrink),
         *_growth(shrink),
         *_host(),
+        *webgpu_device.cases(shrink, _beside_a_copy),
     ]
 
 

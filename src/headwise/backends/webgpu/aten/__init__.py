@@ -9,6 +9,7 @@ from __future__ import annotations
 from headwise.backends.webgpu.aten import (
     convolutions,
     indexing,
+    loading,
     making,
     optimizers,
     pointwise,
@@ -18,10 +19,11 @@ from headwise.backends.webgpu.aten import (
     resampling,
     rows,
     views,
+    wide,
 )
 from headwise.backends.webgpu.aten.rest import missing
 
 __all__ = [
-    "convolutions", "indexing", "making", "missing", "optimizers", "pointwise", "products", "random", "reductions",
-    "resampling", "rows", "views",
+    "convolutions", "indexing", "loading", "making", "missing", "optimizers", "pointwise", "products", "random",
+    "reductions", "resampling", "rows", "views", "wide",
 ]  # fmt: skip

@@ -10,11 +10,11 @@ import torch
 
 from headwise.backends.webgpu import copies, runtime
 from headwise.backends.webgpu.array import OPERATORS, Array, array, uploaded
-from headwise.backends.webgpu.aten import elementwise
+from headwise.backends.webgpu.aten import elementwise, wide
 from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.recorder import replayed
 from headwise.backends.webgpu.storage import Region, contiguous_strides
-from headwise.backends.webgpu.torch_device import DEVICE, backward_in_this_thread
+from headwise.backends.webgpu.torch_device import DEVICE, backward_in_this_thread, checked
 
 aten = torch.ops.aten
 _deterministic: Any = torch.utils.deterministic
@@ -161,6 +161,8 @@ def _copied_into(device: Device, y: Region, x: Region, copy_first: bool) -> tupl
 
 
 def cast_into(device: Device, x: Region, y: Region, part: bool = False) -> None:
+    if not part and wide.cast(device, x, y):
+        return
     kind = elementwise.kind_of(x.dtype)
     elementwise.compute(device, "x", kind, {"x": elementwise.Input(x, kind)}, y, part=part)
 
@@ -186,6 +188,8 @@ def _cast(device: Device, x: Region, dtype: torch.dtype, strides: tuple[int, ...
 def _to_copy(x: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
              non_blocking: bool = False, memory_format: Any = None) -> Any:  # fmt: skip
     to = DEVICE if device is None else torch.device(device)
+    if to.type == DEVICE.type:
+        checked(to)
     if not isinstance(x, Array):
         x = x if dtype is None else x.to(dtype)
         return uploaded(x.detach())

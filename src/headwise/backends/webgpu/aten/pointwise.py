@@ -171,6 +171,7 @@ class _Plan:
         if self.kind not in rule.of:
             raise NotImplementedError(f"headwise: {op.name} of {common} is not there on WebGPU; use x.cpu()")
         text = rule.of[self.kind]
+        given["dtype"] = common
         text = text(given) if callable(text) else text
         self.scalars = [self.kind] * len(numbers)
         for i, name in enumerate(numbers):

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-Given = Mapping[str, Any]  # arguments that are no tensors, by name; numbers among them are parameters
+import torch
+
+# Arguments that are no tensors, by name; numbers among them are parameters. And dtype: what is computed in.
+Given = Mapping[str, Any]
 Expression = str | Callable[[Given], str]
 
 
@@ -107,9 +110,10 @@ def _replaced(given: Given) -> str:
     def number(name: str, otherwise: str) -> str:
         return otherwise if given.get(name, "") is None else name
 
-    least = "bitcast<f32>(0xff7fffffu)"
-    most = "bitcast<f32>(0x7f7fffffu)"
-    signed = f"select({number('neginf', least)}, {number('posinf', most)}, x > 0.0)"
+    largest = {torch.float16: "65504.0", torch.bfloat16: "bitcast<f32>(0x7f7f0000u)"}.get(
+        given["dtype"], "bitcast<f32>(0x7f7fffffu)"
+    )
+    signed = f"select({number('neginf', f'-{largest}')}, {number('posinf', largest)}, x > 0.0)"
     return f"select(select(x, {signed}, is_inf(x)), {number('nan', '0.0')}, is_nan(x))"
 
 
@@ -131,7 +135,7 @@ RULES: dict[str, Rule] = {
     "frac": Rule({"f": "x - trunc(x)"}),
     "positive": _plain("x", "x", "x", "x"),
     "bitwise_not": Rule({"i": "~x", "l": "~x", "b": "!x"}),
-    "logical_not": Rule({"f": "x == 0.0", "i": "x == 0", "l": f"all(x == {_LONG_ZERO})", "b": "!x"}, answers=True),
+    "logical_not": Rule({"f": "!is_true(x)", "i": "x == 0", "l": f"all(x == {_LONG_ZERO})", "b": "!x"}, answers=True),
     "isnan": Rule({"f": "is_nan(x)", "i": "x != x", "l": "any(x != x)", "b": "x != x"}, answers=True),
     "isinf": Rule({"f": "is_inf(x)", "i": "x != x", "l": "any(x != x)", "b": "x != x"}, answers=True),
     "isposinf": Rule({"f": "is_inf(x) && x > 0.0", "i": "x != x", "l": "any(x != x)", "b": "x != x"}, answers=True),
@@ -197,7 +201,7 @@ RULES: dict[str, Rule] = {
     })
        for name, sign in _BITS.items()},
     **{f"logical_{name}": Rule({
-        "f": f"(x != 0.0) {sign} (other != 0.0)", "i": f"(x != 0) {sign} (other != 0)",
+        "f": f"is_true(x) {sign} is_true(other)", "i": f"(x != 0) {sign} (other != 0)",
         "l": f"any(x != {_LONG_ZERO}) {sign} any(other != {_LONG_ZERO})", "b": f"x {sign} other",
     }, answers=True) for name, sign in (("and", "&&"), ("or", "||"), ("xor", "!="))},
     "clamp": _CLAMP,
@@ -225,7 +229,10 @@ RULES: dict[str, Rule] = {
     "hardtanh_backward": _float("select(grad_output, 0.0, x <= min_val || x >= max_val)"),
     "hardsigmoid_backward": _float("select(0.0, grad_output / 6.0, x > -3.0 && x < 3.0)"),
     "hardswish_backward": _float("select(select(grad_output * (x / 3.0 + 0.5), grad_output, x >= 3.0), 0.0, x <= -3.0)"),
-    "leaky_relu_backward": _float("select(grad_output * negative_slope, grad_output, x > 0.0)"),
+    "leaky_relu_backward": Rule({"f": "select(grad_output * negative_slope, grad_output, x > 0.0)"}, floats=True,
+                                constants=("self_is_result",)),
+    "hardshrink_backward": _float("select(grad_out, 0.0, x >= -lambd && x <= lambd)"),
+    "softshrink_backward": _float("select(grad_output, 0.0, x >= -lambd && x <= lambd)"),
     "softplus_backward": _float("select(grad_output * sigmoid_of(x * beta), grad_output, x * beta > threshold)"),
     "elu_backward": Rule({"f": lambda given: (
         "select(grad_output * scale, grad_output * input_scale * (self_or_result + alpha * scale), self_or_result <= 0.0)"

@@ -6,6 +6,9 @@ fn is_nan(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u
 
 fn is_inf(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) == 0x7f800000u; }
 
+// As PyTorch makes bools of floats: all but zeros are true, and NaN is.
+fn is_true(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) != 0u; }
+
 // Compilers refuse constants that are not finite.
 fn infinity() -> f32 { var bits = 0x7f800000u; return bitcast<f32>(bits); }
 

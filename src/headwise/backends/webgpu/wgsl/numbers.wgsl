@@ -8,7 +8,7 @@
 {# What was loaded, as a number of a kind. #}
 {% macro taken(raw, dtype, kind) -%}
 {% if dtype in ("f32", "f16", "bf16") -%}
-{{ {"f": raw, "i": "i32(%s)" % raw, "l": "long_of_float(%s)" % raw, "b": "(%s != 0.0)" % raw}[kind] }}
+{{ {"f": raw, "i": "i32(%s)" % raw, "l": "long_of_float(%s)" % raw, "b": "is_true(%s)" % raw}[kind] }}
 {%- elif dtype == "i64" -%}
 {{ {"f": "float_of_long(%s)" % raw, "i": "bitcast<i32>((%s).x)" % raw, "l": raw, "b": "any((%s) != vec2<u32>(0u))" % raw}[kind] }}
 {%- else -%}
@@ -23,7 +23,7 @@
 {%- elif dtype == "i64" -%}
 {{ {"f": "long_of_float(%s)" % value, "i": "long_of(%s)" % value, "l": value, "b": "vec2<u32>(select(0u, 1u, %s), 0u)" % value}[kind] }}
 {%- elif dtype == "bool" -%}
-{{ "select(0u, 1u, %s)" % {"f": "(%s) != 0.0" % value, "i": "(%s) != 0" % value, "l": "any((%s) != vec2<u32>(0u))" % value, "b": value}[kind] }}
+{{ "select(0u, 1u, %s)" % {"f": "is_true(%s)" % value, "i": "(%s) != 0" % value, "l": "any((%s) != vec2<u32>(0u))" % value, "b": value}[kind] }}
 {%- else -%}
 {% set whole = {"f": "i32(%s)" % value, "i": value, "l": "bitcast<i32>((%s).x)" % value, "b": "select(0, 1, %s)" % value}[kind] -%}
 {{ whole if dtype == "i32" else "(bitcast<u32>(%s) & %du)" % (whole, 65535 if dtype == "i16" else 255) }}

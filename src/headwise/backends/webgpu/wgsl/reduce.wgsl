@@ -71,9 +71,9 @@ fn joined(a: {{ T }}, b: {{ T }}) -> {{ T }} {
 {% elif op == "min" %}
     return {{ {"f": "min_of(a, b)", "i": "min(a, b)", "l": "long_min(a, b)"}[kind] }};
 {% elif op == "any" %}
-    return {{ {"f": "select(0.0, 1.0, a != 0.0 || b != 0.0)", "i": "a | b", "l": "a | b"}[kind] }};
+    return {{ {"f": "select(0.0, 1.0, is_true(a) || is_true(b))", "i": "a | b", "l": "a | b"}[kind] }};
 {% elif op == "all" %}
-    return {{ {"f": "select(0.0, 1.0, a != 0.0 && b != 0.0)", "i": "select(0, 1, a != 0 && b != 0)", "l": "vec2<u32>(select(0u, 1u, any(a != vec2<u32>(0u)) && any(b != vec2<u32>(0u))), 0u)"}[kind] }};
+    return {{ {"f": "select(0.0, 1.0, is_true(a) && is_true(b))", "i": "select(0, 1, a != 0 && b != 0)", "l": "vec2<u32>(select(0u, 1u, any(a != vec2<u32>(0u)) && any(b != vec2<u32>(0u))), 0u)"}[kind] }};
 {% else %}
     return a;
 {% endif %}
@@ -97,7 +97,7 @@ fn one(base: u32, at: u32, place: u32) -> {{ T }} {
     return away * away;
 {% elif op == "norm" %}
 {% if norm_of == 0 %}
-    return select(0.0, 1.0, value != 0.0);
+    return select(0.0, 1.0, is_true(value));
 {% elif norm_of in (1, "inf") %}
     return abs(value);
 {% elif norm_of == 2 %}
