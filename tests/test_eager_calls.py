@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_calls import on_every_backend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -153,6 +154,35 @@ def test_results_can_be_changed_in_place():
         version = y._version
         y.add_(1)
         assert y._version == version + 1
+
+
+IDS = torch.tensor([[2, 0, 9], [1, 1, 4]])
+OTHERS = {
+    "embedding": lambda x, how: hw.embedding(IDS, x.T, **how),
+    "cross_entropy": lambda x, how: hw.cross_entropy(x.expand(2, 3, 10), IDS, reduction="none", **how),
+    "linear_cross_entropy": lambda x, how: hw.linear_cross_entropy(
+        x.expand(2, 3, 10), torch.eye(10).to(x), IDS, reduction="none", return_logprobs=True, return_entropy=True, **how
+    ),
+    "layer_norm": lambda x, how: hw.layer_norm(x, **how),
+    "add_rms_norm": lambda x, how: hw.add_rms_norm(x, x, torch.ones(10).to(x), **how),
+    "glu": lambda x, how: hw.glu(x, **how),
+    "rope": lambda x, how: hw.rope(x[:, None], torch.ones(3, 5), torch.zeros(3, 5), **how),
+    "transpose": lambda x, how: hw.transpose(x, **how),
+    "attention_probs": lambda x, how: hw.attention_probs(x[None, None], x[None, None], **how),
+    "merge_attention": lambda x, how: hw.merge_attention([x[None]] * 2, [x.new_zeros(1, 3)] * 2, **how),
+}  # those of attention and decoding are in test_attention_inputs.py
+
+
+@on_every_backend
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_result_is_a_view(name, backend):
+    """Autograd lets nobody change a view that an op has made: CTRL scales its embeddings in place."""
+    dtypes = (torch.float32, torch.float64) if backend == "cpu" else (torch.float32,)
+    for dtype in dtypes:
+        results = OTHERS[name](X.to(dtype, copy=True).requires_grad_(), {"backend": backend})
+        for y in results if isinstance(results, tuple) else (results,):
+            assert y.requires_grad
+            y.mul_(2)
 
 
 def test_saved_tensor_hooks_are_called():

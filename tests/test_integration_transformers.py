@@ -10,6 +10,7 @@ from transformers_models import (
     BY_NAME,
     LONG,
     MODELS,
+    NEW,
     Float64Throughout,
     build,
     in_float64,
@@ -97,6 +98,13 @@ def test_logits_and_gradients(model, side, adapter_calls):
     if mask is not None and not (model.causal and side == "right") and model.name != "whisper":
         unpadded = logits_and_gradients(eager, inputs | {mask: torch.ones_like(inputs[mask])}, counted, torch.float32)
         assert not testing.compare("logits", unpadded["logits"], truth["logits"], plain["logits"]).ok
+
+
+@pytest.mark.skipif(not NEW, reason="this release of Transformers has no Gemma 4")
+def test_heads_of_512():
+    """The global layers of Gemma 4 have them, beside narrow heads in the layers with a window."""
+    eager, ours = pair(BY_NAME["gemma4"], global_head_dim=512)
+    hold(eager, ours, *inputs_of("gemma4", "left"))
 
 
 def batch_of(model, step):

@@ -55,7 +55,9 @@ LOOKUP = pytest.param({"prompt_lookup_num_tokens": 3}, marks=pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("options", [LOOKUP, {"assistant": True}], ids=["lookup", "assistant"])
-@pytest.mark.parametrize("name", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(m.name, marks=() if m.name == "llama" else pytest.mark.slow) for m in CAUSAL]
+)
 def test_assisted_decoding(name, options, adapter_calls):
     """Several candidate tokens at once over a cache that is cropped when they are refused."""
     eager, ours = pair(BY_NAME[name])
@@ -165,3 +167,17 @@ def test_encoder_and_decoder(cache, adapter_calls):
     assert torch.equal(generate(ours, ids, mask, cache_implementation=cache), expected)
     assert any(given.get("bias") is not None for _, _, given in adapter_calls)
     assert expected.max() < VOCAB
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_speech(cache, adapter_calls):
+    """Whisper: every new token attends to all of the encoder's keys, which the cache keeps beside its own."""
+    eager, ours = pair(BY_NAME["whisper"])
+    features = torch.randn(2, 8, 120, generator=torch.Generator().manual_seed(2))
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+    expected = eager.generate(features, **options)
+    assert torch.equal(ours.generate(features, **options), expected)
+    assert not torch.equal(eager.generate(-features, **options), expected), "what was heard says too little"
+    lengths = {args[1].shape[2] for op, args, _ in adapter_calls if op == "attention_decode"}
+    assert 60 in lengths, "no token was decoded over the encoder's keys"
+    assert len(lengths) > 1

@@ -425,6 +425,16 @@ def test_calls_without_a_mask():
     torch.testing.assert_close(result(last, is_causal=True), attention(last, k, v))
 
 
+def test_keys_of_any_stride():
+    """Keys that come from a convolution over the tokens (Inkling) have them in their last dim: copied, not refused."""
+    q, k, v = torch.randn(3, 1, 2, 6, 8, generator=torch.Generator().manual_seed(0))
+    turned = [x.mT.contiguous().mT for x in (q, k, v)]
+    offsets = torch.tensor([0, 4, 6], dtype=torch.int32)
+    for options in ({}, {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}):
+        plain, out = (adapter.attention_forward(torch.nn.Module(), *x, None, **options)[0] for x in ((q, k, v), turned))
+        assert torch.equal(out, plain)
+
+
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_masks_of_ones_own(kind):
     """A (B, 1, Sq, Sk) mask given to the model reaches every layer as it is."""

@@ -473,6 +473,21 @@ def test_other_losses_of_the_logits(calls):
         assert lazy.was_read() != bool(fused)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_the_loss_has_the_dtype_of_pytorchs(dtype, autocast):
+    """Under autocast float32, also where the model does not turn its logits to it: the scale of a loss is 65536."""
+    hidden, weight = torch.randn(2, 30, 8, dtype=dtype).unbind()
+    lazy = LazyLogits.of(hidden.requires_grad_(), weight, None)
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        expected = nn.functional.cross_entropy(hidden @ weight.T, torch.arange(30))
+        loss = nn.functional.cross_entropy(lazy, torch.arange(30))
+    assert not lazy.was_read()
+    assert loss.dtype == expected.dtype
+    (gradient,) = torch.autograd.grad(loss * 65536.0 if autocast else loss, hidden)
+    assert gradient.isfinite().all()
+
+
 def test_another_loss_function_is_refused():
     model = build(BY_NAME["llama"], "eager")
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().logsumexp(-1).mean()

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
+from headwise.ops import _autocast
 from headwise.ops.linear_cross_entropy import linear_cross_entropy
 
 _GETTERS = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda")
@@ -143,7 +144,9 @@ def _loss(*args: Any, **kwargs: Any) -> Tensor | None:
         logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.weight, target, asked["ignore_index"],
         asked["reduction"], asked["label_smoothing"], softcap=softcap, bias=logits.bias,
     )  # fmt: skip
-    return loss.to(logits.dtype)
+    # In float16 the loss could not be multiplied by the scale that its gradients need.
+    under_autocast = _autocast.device_of((logits.hidden,)) is not None
+    return loss.to(torch.promote_types(logits.dtype, torch.float32) if under_autocast else logits.dtype)
 
 
 def _softcap(steps: tuple[tuple[str, Any], ...]) -> tuple[bool, float | None]:

@@ -23,6 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from headwise.backends.registry import use_backend
 from headwise.integrations._alignment import UNBOUNDED, aligned
+from headwise.integrations._strides import with_contiguous_rows
 from headwise.ops import _checks
 from headwise.ops.attention import attention
 
@@ -149,8 +150,7 @@ def _attend(
         raise NotImplementedError(
             f"{_NAME}: nested tensors are not supported: headwise.attention_varlen takes x.values() and x.offsets()"
         )
-    if not q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1:
-        q, k, v = (x if x.stride()[-1] == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = with_contiguous_rows(q, k, v)
     lead = None  # the dims before (L, E), where they are not (B, H)
     if not q.dim() == k.dim() == v.dim() == 4 or not q.shape[0] == k.shape[0] == v.shape[0]:
         q, k, v, attn_mask, lead = _batch_and_heads(q, k, v, attn_mask)

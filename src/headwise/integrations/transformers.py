@@ -23,6 +23,7 @@ from torch import Tensor
 from headwise.integrations import _mask_rules
 from headwise.integrations._compact_mask import BuiltMask, CompactMask, offsets_of
 from headwise.integrations._patch import explain, patch, unpatch
+from headwise.integrations._strides import with_contiguous_rows
 from headwise.ops.attention import attention, attention_decode, attention_varlen
 
 if TYPE_CHECKING:
@@ -194,6 +195,7 @@ def attention_forward(
         raise NotImplementedError(
             "headwise attention: scaling is a tensor; it needs to be a number: multiply the queries by it, with scaling=1.0"
         )
+    query, key, value = with_contiguous_rows(query, key, value)  # Inkling's keys come from a convolution
     sink = None if s_aux is None else _own_or_float32(s_aux, query)
     numbers: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink": sink}
     if dropout > 0:

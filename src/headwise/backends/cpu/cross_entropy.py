@@ -52,6 +52,6 @@ def _counted(targets: Targets) -> Tensor:
 def _loss(sweep: Sweep, args: CrossEntropy) -> Tensor:
     losses = sweep.losses()
     if args.reduction == "none":
-        return losses.to(sweep.stats.dtype).view(args.targets.shape)
+        return losses.view(args.targets.shape).to(sweep.stats.dtype, copy=True)  # autograd lets nobody change a view
     total = losses.sum() / _counted(sweep.targets) if args.reduction == "mean" else losses.sum()
     return total.to(sweep.stats.dtype)

@@ -22,10 +22,12 @@ def embedding_forward(args: Embedding) -> Tensor:
     flat = ids.reshape(-1)
     outside = (flat < 0) | (flat >= rows)
     some_outside = bool(outside.any())
-    y = weight.index_select(0, flat.masked_fill(outside, 0) if some_outside else flat)
+    y = weight.new_empty((*ids.shape, width))  # autograd lets nobody change a view
+    flat_y = y.view(-1, width)
+    torch.index_select(weight, 0, flat.masked_fill(outside, 0) if some_outside else flat, out=flat_y)
     if some_outside:
-        y.masked_fill_(outside.unsqueeze(-1), torch.nan)
-    return y.view(*ids.shape, width)
+        flat_y.masked_fill_(outside.unsqueeze(-1), torch.nan)
+    return y
 
 
 def embedding_backward(args: EmbeddingBackward) -> Tensor:

@@ -94,8 +94,12 @@ def linear_cross_entropy_forward(args: LinearCrossEntropy) -> Results:
     loss = loss.view(args.targets.shape) if args.reduction == "none" else loss.sum() * call.divisor()
     logprobs = sweep.logprobs() if args.return_logprobs else None
     entropies = sweep.entropies() if args.return_entropy else None
-    per_token = [None if x is None else x.to(call.dtype).view(args.targets.shape) for x in (logprobs, entropies)]
-    return (loss.to(call.dtype), *per_token, stats, *made)
+
+    def result(x: Tensor) -> Tensor:
+        return x.to(call.dtype, copy=x._is_view())  # autograd lets nobody change a view
+
+    per_token = [None if x is None else result(x.view(args.targets.shape)) for x in (logprobs, entropies)]
+    return (result(loss), *per_token, stats, *made)
 
 
 def linear_cross_entropy_backward(args: LinearCrossEntropyBackward) -> Results:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.integrations._strides import with_contiguous_rows
 from headwise.integrations.flash_attn import _alibi, _dropped, _packed
 from headwise.integrations.flash_attn._kvcache import flash_attn_with_kvcache
 from headwise.integrations.flash_attn._options import softcap_or_none, window_of
@@ -104,7 +105,7 @@ def flash_attn_varlen_func(
     asks_for_probs = return_attn_probs and dropout_p > 0
     found: Tensor | tuple[Tensor, Tensor] | None = None
     if alibi_slopes is None and block_table is None:
-        q, k, v = (x if x.stride()[-1] == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = with_contiguous_rows(q, k, v)
         found = attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window=(left, right),
             return_lse=return_attn_probs, **options,
@@ -165,8 +166,7 @@ def _heads_first(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
     if not q.dim() == k.dim() == v.dim() == 4:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(f"{name}: q, k, v have shapes {shapes}; they need 4 dimensions (B, S, H, D)")
-    if not q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1:
-        q, k, v = (x if x.stride()[-1] == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = with_contiguous_rows(q, k, v)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
