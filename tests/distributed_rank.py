@@ -341,6 +341,7 @@ BYTES = {
     "documents": {"left": -1, "right": 0, "layout": "contiguous", "documents": 5},
     "documents, zigzag": {"left": -1, "right": 0, "documents": 9},
     "few key heads": {"left": -1, "right": -1, "Hk": 1},
+    "few key heads, 16 bits": {"left": -1, "right": 0, "Hk": 1, "dtype": torch.bfloat16},
 }
 
 
@@ -355,7 +356,8 @@ def check_bytes(group, rank, ranks):
         ends = (
             [n * length // params["documents"] for n in range(params["documents"] + 1)] if params["documents"] else None
         )
-        q, k, v = (torch.randn(1, h, length, dim) for h in (heads, params["Hk"], params["Hk"]))
+        dtype = params.get("dtype", torch.float32)
+        q, k, v = (torch.randn(1, h, length, dim, dtype=dtype) for h in (heads, params["Hk"], params["Hk"]))
         q, k, v = (hwd.shard(x, group, dim=2, layout=params["layout"]).requires_grad_() for x in (q, k, v))
         parts = tuple(shards.segments(length, r, ranks, params["layout"]) for r in range(ranks))
         documents = [shards.Segment(*pair) for pair in itertools.pairwise(ends or [0, length])]
