@@ -135,7 +135,7 @@ def _check_backward(
     op: str, grad_out: Any, grad_lse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, *others: Any
 ) -> AttentionBackward:
     *others, need_sink_grad, unrounded = others  # type: ignore[assignment]
-    forward = _check(op, q, k, v, *others, unrounded)
+    forward = _check(op, q, k, v, *others, unrounded=unrounded)
     shape = (q.shape[0], q.shape[1], v.shape[2])
     _arguments.saved_results(
         op, grad_out, grad_lse, out, lse, q, shape, (shape[1], shape[0]), ("(Tq, Hq, Dv)", "(Hq, Tq)")
