@@ -119,7 +119,7 @@ def check_loss(group, rank, ranks):
 
 
 def check_weights_of_nothing(group):
-    """Token weights that add up to nothing, and tokens that are ignored: no loss and no gradient."""
+    """Token weights that add up to nothing, tokens that are ignored, and no tokens: no loss and no gradient."""
     hidden, weight = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(9)).requires_grad_()
     for targets, weights in ((torch.full((4,), -100), torch.ones(4)), (torch.arange(4), torch.zeros(4))):
         weights.requires_grad_()
@@ -128,6 +128,13 @@ def check_weights_of_nothing(group):
         )
         assert loss == 0
         assert all((x == 0).all() for x in torch.autograd.grad(loss, (hidden, weight, weights)))
+    nothing = torch.zeros(0).long()
+    for loss, leaf in (
+        (hwd.vocabulary_parallel_cross_entropy(hidden[:0], nothing, group, label_smoothing=0.1), hidden),
+        (hwd.vocabulary_parallel_linear_cross_entropy(hidden[:0], weight, nothing, group), weight),
+    ):
+        assert loss == 0
+        assert (torch.autograd.grad(loss, leaf)[0] == 0).all()
 
 
 def check_impossible_classes(group, rank, ranks):

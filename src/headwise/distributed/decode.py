@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise import layout as memory
-from headwise.distributed.groups import Description, Group, agree, flag_values, gather, peers_of
+from headwise.distributed.groups import Description, Group, agree, check_plain, flag_values, gather, peers_of
 from headwise.ops import _autocast, _checks
 from headwise.ops.attention import _arguments, merge_attention, unrounded
 from headwise.ops.attention._arguments import UNBOUNDED, Window
@@ -41,6 +41,8 @@ def context_parallel_decode(
     flags: list[_arguments.Flags] = []
 
     def check() -> Description:
+        given = {"lengths": lengths, "kv_starts": kv_starts, "block_table": block_table, "sink": sink}
+        check_plain(OP, q=q, k_cache=k_cache, v_cache=v_cache, **given)
         decode = _check(q, k_cache, v_cache, lengths, kv_starts, block_table, sink, return_lse, window, scale, softcap)
         flags.append(decode.flags)
         same = {

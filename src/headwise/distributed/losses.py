@@ -29,6 +29,7 @@ from headwise.distributed.groups import (
     Group,
     Peers,
     agree,
+    check_plain,
     fingerprint,
     gather,
     peers_of,
@@ -77,6 +78,7 @@ def vocabulary_parallel_cross_entropy(
     """
 
     def check() -> dict[str, Any]:
+        check_plain(LOGITS, logits=logits, targets=targets)
         _checks.floating(LOGITS, "logits", logits)
         _checks.at_least_dims(LOGITS, "logits", logits, 1)
         _check_targets(LOGITS, "logits", logits, targets)
@@ -130,8 +132,13 @@ def vocabulary_parallel_linear_cross_entropy(
     hidden, weight, bias = _autocast.lowered(hidden, weight, bias)
 
     def check() -> dict[str, Any]:
+        check_plain(
+            LINEAR, hidden=hidden, weight=weight, bias=bias, targets=targets, token_weights=token_weights
+        )  # fmt: skip
         _checks.floating(LINEAR, "hidden", hidden)
         _checks.at_least_dims(LINEAR, "hidden", hidden, 1)
+        _checks.floating(LINEAR, "weight", weight)
+        _checks.dims(LINEAR, "weight", weight, 2, "(V_local, H)")
         _checks.same_dtype(LINEAR, "weight", weight, "hidden", hidden)
         _checks.same_device(LINEAR, "weight", weight, "hidden", hidden)
         _checks.shape(LINEAR, "weight", weight, (weight.shape[0], hidden.shape[-1]), "(V_local, H)")
@@ -210,7 +217,7 @@ class _Classes(NamedTuple):
     def merged(self, mine: Tensor, targets: Tensor) -> _Merged:
         """From the numbers ``(2 to 4, n)``."""
         parts = gather(self.peers, mine.reshape(-1), [mine.numel()] * self.peers.ranks, "merging parts")
-        everyone = torch.stack(parts).view(-1, *mine.shape)
+        everyone = torch.stack(parts).view(self.peers.ranks, *mine.shape)
         lses = everyone[:, 0]
         lse = lses.logsumexp(0)
         logprobs = everyone[:, 1].sum(0) - lse
