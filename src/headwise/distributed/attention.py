@@ -18,7 +18,7 @@ from headwise.distributed.blocks import Options, Plan, Region, length_of
 from headwise.distributed.groups import Description, Group, Peers, agree, check_plain, flag_values, peers_of
 from headwise.distributed.shards import Segment, check_layout, parts_of
 from headwise.ops import _autocast, _checks
-from headwise.ops.attention import _arguments, attention
+from headwise.ops.attention import _arguments, unrounded
 from headwise.ops.attention._arguments import Window
 from headwise.ops.attention.dense import LETTERS
 
@@ -84,8 +84,10 @@ def context_parallel_attention(
                 "without them; it needs another method"
             )
         if backend is not None:  # it may refuse: better here than in the middle of an exchange
-            with torch.no_grad():
-                attention(*(x[:1, :, :1].detach() for x in (q, k, v)), backend=backend)
+            few = (x[:1, :, :1] for x in (q, k, v))
+            unrounded.attention(
+                *few, window=None, scale=flags[0].scale, softcap=softcap, deterministic=deterministic, backend=backend
+            )
         return _describe(q, k, v, sink, scores, values, flags[0], method, layout, return_lse, backend)
 
     told, number = agree(peers, check)

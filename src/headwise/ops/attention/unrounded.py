@@ -52,7 +52,7 @@ def attention_varlen_backward(
     offsets = cu_seqlens, cu_seqlens
     grads = varlen._backward(
         (grad_out, grad_lse, out, lse, q, k, v, None, None, sink, None, None, None, *offsets, None),
-        (longest, longest, False, window, scale, softcap, deterministic, 0, need_sink_grad, True),
+        (longest, longest, False, window, scale, softcap, deterministic, 0, True, need_sink_grad),
         backend,
     )
     return _arguments.gradients_asked_for(grads, None, False, need_sink_grad)

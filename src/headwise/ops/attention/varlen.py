@@ -96,7 +96,7 @@ def attention_varlen_backward(
     seed = _arguments.given_seed("attention_varlen_backward", q, dropout, dropout_seed) if dropout else None
     grads = _backward(
         (grad_out, grad_lse, out, lse, q, k, v, None, None, sink, *_NOT_PACKED, cu_seqlens_q, cu_seqlens_k, seed),
-        (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic, dropout, need_sink_grad, False),
+        (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic, dropout, False, need_sink_grad),
         backend,
     )
     return _arguments.gradients_asked_for(grads, None, False, need_sink_grad)
@@ -134,8 +134,8 @@ def _check(
 def _check_backward(
     op: str, grad_out: Any, grad_lse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, *others: Any
 ) -> AttentionBackward:
-    *others, need_sink_grad, unrounded = others  # type: ignore[assignment]
-    forward = _check(op, q, k, v, *others, unrounded=unrounded)
+    *others, need_sink_grad = others  # type: ignore[assignment]
+    forward = _check(op, q, k, v, *others)
     shape = (q.shape[0], q.shape[1], v.shape[2])
     _arguments.saved_results(
         op, grad_out, grad_lse, out, lse, q, shape, (shape[1], shape[0]), ("(Tq, Hq, Dv)", "(Hq, Tq)")
