@@ -18,7 +18,7 @@ GPUS = [8 * 2**n for n in range(10)]  # 8 to 4096
 NODE = 8  # GPUs that NVLink connects
 # A layer of a 70B model: 64 query heads, 8 key heads, bfloat16.
 SIZES = costs.Sizes(1, 64, 8, 128, 128, 2)
-BETTER = ", if kernels gave float32 results"
+BETTER = ", if Hopper kernels gave float32 results"
 COLOURS = {
     "ring": "#c2571a", f"ring{BETTER}": "#e0a458", "gather": "#2f6f8f", f"gather{BETTER}": "#8fbcd4",
     "ulysses": "#1f5c2e", f"ulysses{BETTER}": "#8cc084",
@@ -32,7 +32,7 @@ def share(name: str, tokens: int, gpus: int) -> float | None:
         return None
     machine = costs.NVLINK if gpus <= NODE else costs.INFINIBAND
     if name.endswith(BETTER):
-        machine = machine._replace(merged_slowdown=1.0)
+        machine = machine._replace(unrounded_slowdown=1.0)
     found = costs.of_causal(method, SIZES, tokens, gpus, True)
     ideal = found.flops(SIZES, True) / machine.flops
     return ideal / costs.time_of(method, SIZES, found, machine, True)

@@ -97,7 +97,7 @@ def check_loss(group, rank, ranks):
         case = testing.Case(name, {"rows": 37, "classes": 101, **params})
         suite = testing.Suite(
             "vocabulary_parallel_cross_entropy", (case,), make_loss, partial(run_loss, group, rank, ranks),
-            reference_loss, differentiable=("logits", "hidden", "weight", "bias"),
+            reference_loss, differentiable=("logits", "hidden", "weight", "bias", "token_weights"),
         )  # fmt: skip
         for dtype in (torch.float32, torch.bfloat16):
             for error in testing.measure(suite, case, dtype=dtype):
@@ -115,6 +115,26 @@ def check_loss(group, rank, ranks):
     assert torch.equal(logits.grad.isnan().all(1), loss.isnan())
     assert (logits.grad[0] == 0).all()
     check_impossible_classes(group, rank, ranks)
+    check_weights_of_nothing(group)
+
+
+def check_weights_of_nothing(group):
+    """Token weights that add up to nothing, tokens that are ignored, and no tokens: no loss and no gradient."""
+    hidden, weight = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(9)).requires_grad_()
+    for targets, weights in ((torch.full((4,), -100), torch.ones(4)), (torch.arange(4), torch.zeros(4))):
+        weights.requires_grad_()
+        loss = hwd.vocabulary_parallel_linear_cross_entropy(
+            hidden, weight, targets, group, token_weights=weights, backend="cpu"
+        )
+        assert loss == 0
+        assert all((x == 0).all() for x in torch.autograd.grad(loss, (hidden, weight, weights)))
+    nothing = torch.zeros(0).long()
+    for loss, leaf in (
+        (hwd.vocabulary_parallel_cross_entropy(hidden[:0], nothing, group, label_smoothing=0.1), hidden),
+        (hwd.vocabulary_parallel_linear_cross_entropy(hidden[:0], weight, nothing, group), weight),
+    ):
+        assert loss == 0
+        assert (torch.autograd.grad(loss, leaf)[0] == 0).all()
 
 
 def check_impossible_classes(group, rank, ranks):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from distributed_losses import OnAll, check_loss
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import headwise.distributed as hwd
 from headwise import reference as oracle
@@ -311,6 +312,9 @@ def check_refusals(group, rank, ranks):
     refused(ValueError, ["gradient", "bias"], attention(bias=torch.ones(total).requires_grad_(last)))
     refused(ValueError, ["mask has", "rows"], attention(mask=torch.ones(4 if last else 1, 4 * ranks, dtype=torch.bool)))
     refused(ValueError, ["bogus"], attention(backend="bogus"))
+    documents = {"cu_seqlens": torch.tensor([0, total]), "method": "ulysses"}
+    refused(NotImplementedError, ["cu_seqlens", "mask"], attention(mask=torch.ones(total).bool(), **documents))
+    refused(NotImplementedError, ["cu_seqlens", "bias"], attention(bias=torch.ones(total), **documents))
     refused(
         ValueError, ["the function", "unshard"],
         lambda: hwd.unshard(x, group) if last else attend(x, x, x, group),
@@ -327,9 +331,24 @@ def check_refusals(group, rank, ranks):
     refused(ValueError, ["return_entropy", "True on rank"], lambda: loss(return_entropy=last))
     refused(TypeError, ["return_logprobs"], lambda: loss(return_logprobs=1))
     weighted = partial(hwd.vocabulary_parallel_linear_cross_entropy, x[0, 0], x[0, 1], torch.arange(4), group)
-    refused(ValueError, ["token_weights"], lambda: weighted(token_weights=torch.ones(4).requires_grad_(last)))
+    refused(ValueError, ["gradient"], lambda: weighted(token_weights=torch.ones(4).requires_grad_(last)))
+    refused(ValueError, ["backend", "whole rows"], lambda: weighted(backend="webgpu"))
+    refused(ValueError, ["backend", "'cpu' on rank"], lambda: loss(backend="cpu" if last else None))
+    linear, labels = hwd.vocabulary_parallel_linear_cross_entropy, torch.arange(4)
+    kind = TypeError if last else ValueError
+    refused(kind, ["weight is a NoneType"], lambda: linear(x[0, 0], None if last else x[0, 1], labels, group))
     refused(NotImplementedError, ["gradient"], lambda: hwd.unshard(x.clone().requires_grad_(), group))
+    model = None if last else torch.nn.Linear(2, 2)
+    refused(AttributeError if last else ValueError, ["NoneType"], lambda: hwd.sum_gradients(model, group))
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("context",))
+    spread, alike = (
+        DTensor.from_local(*of) if last else of[0]
+        for of in ((x, mesh, (Shard(2),)), (torch.ones(total), mesh, (Replicate(),)))
+    )
+    refused(kind, ["k is a DTensor"], lambda: attend(x, spread, x, group))
+    refused(kind, ["bias is a DTensor"], attention(bias=alike))
+    refused(kind, ["k_cache is a DTensor"], lambda: decode(x[:, :, 0], spread, x, torch.ones(1).int(), group))
+    refused(kind, ["logits is a DTensor"], lambda: hwd.vocabulary_parallel_cross_entropy(spread, *loss.args[1:]))
     assert torch.equal(attend(x, x, x, mesh), attend(x, x, x, group))
     refused(ValueError, ["2 dimensions"], lambda: attend(x, x, x, init_device_mesh("cpu", (1, ranks))))
 
@@ -341,6 +360,7 @@ BYTES = {
     "documents": {"left": -1, "right": 0, "layout": "contiguous", "documents": 5},
     "documents, zigzag": {"left": -1, "right": 0, "documents": 9},
     "few key heads": {"left": -1, "right": -1, "Hk": 1},
+    "few key heads, 16 bits": {"left": -1, "right": 0, "Hk": 1, "dtype": torch.bfloat16},
 }
 
 
@@ -355,7 +375,8 @@ def check_bytes(group, rank, ranks):
         ends = (
             [n * length // params["documents"] for n in range(params["documents"] + 1)] if params["documents"] else None
         )
-        q, k, v = (torch.randn(1, h, length, dim) for h in (heads, params["Hk"], params["Hk"]))
+        dtype = params.get("dtype", torch.float32)
+        q, k, v = (torch.randn(1, h, length, dim, dtype=dtype) for h in (heads, params["Hk"], params["Hk"]))
         q, k, v = (hwd.shard(x, group, dim=2, layout=params["layout"]).requires_grad_() for x in (q, k, v))
         parts = tuple(shards.segments(length, r, ranks, params["layout"]) for r in range(ranks))
         documents = [shards.Segment(*pair) for pair in itertools.pairwise(ends or [0, length])]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,11 @@ from headwise import reference as oracle
 from headwise import testing
 from headwise.benchmark.distributed import Row, judged
 from headwise.distributed import costs, routes
-from headwise.distributed.blocks import Options, Partial, Plan, Region, Scores, pieces
+from headwise.distributed.blocks import Gradients, Options, Partial, Plan, Region, Scores, pieces
 from headwise.distributed.groups import fingerprint
 from headwise.distributed.routes import columns_of, route
 from headwise.distributed.shards import Segment, segments
+from headwise.ops.attention import attention, attention_backward, unrounded
 from headwise.reference.attention import visible_keys
 
 RANK = Path(__file__).with_name("distributed_rank.py")
@@ -252,15 +254,47 @@ def test_partial_results_are_float32():
     maker = testing.Maker(torch.bfloat16, torch.device("cpu"), 1)
     q, k, v = maker.normal(1, 4, 96, 16), maker.normal(1, 2, 96, 16), maker.normal(1, 2, 96, 16)
     plan = plan_of(1, 96, 96, "contiguous", -1, 0)
-    partial = Partial(plan, q, 16, None, Scores(), Options(0.25, None, True, None), merges=True)
+    ring = Partial(plan, q, 16, None, Scores(), Options(0.25, None, True, None), merges=True)
     for start in range(0, 96, 6):
         todo = pieces(plan, plan.of_q[0], (Segment(start, start + 6),))
-        partial.add(todo, k[:, :, start : start + 6], v[:, :, start : start + 6])
+        ring.add(todo, k[:, :, start : start + 6], v[:, :, start : start + 6])
     truth, plain = (
         oracle.attention(*(x.to(to) for x in (q, k, v)), causal=True)[0] for to in (torch.float64, torch.float32)
     )
-    error = testing.compare("out", partial.out, truth, plain)
+    error = testing.compare("out", ring.out, truth, plain)
     assert error.ok, error
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_ring_of_eight_blocks_loses_no_digits(dtype, monkeypatch):
+    """Kernels are given 16-bit blocks, and what is merged and summed is as close as if it were one float32 call."""
+    given = []
+
+    def noted(run, *tensors, **flags):
+        given.append({x.dtype for x in tensors[:4]})
+        return run(*tensors, **flags)
+
+    for name in ("attention", "attention_backward"):
+        monkeypatch.setattr(unrounded, name, partial(noted, getattr(unrounded, name)))
+    maker = testing.Maker(dtype, torch.device("cpu"), 2)
+    q, k, v, grad = (maker.normal(1, heads, 128, 16) for heads in (4, 2, 2, 4))
+    plan, options = plan_of(1, 128, 128, "contiguous", -1, 0), Options(0.25, None, True, None)
+    blocks = [(slice(start, start + 16), (Segment(start, start + 16),)) for start in range(0, 128, 16)]
+    ring = Partial(plan, q, 16, None, Scores(), options, merges=True)
+    for part, keys in blocks:
+        ring.add(pieces(plan, plan.of_q[0], keys), k[:, :, part], v[:, :, part])
+    out = ring.out.to(dtype)
+    gradients = Gradients(q, out, ring.lse, grad, None, Scores(), options, False, summed=True)
+    dk, dv = (torch.zeros(1, 2, 128, 16) for _ in range(2))
+    for part, keys in blocks:
+        gradients.add(pieces(plan, plan.of_q[0], keys), k[:, :, part], v[:, :, part], dk[:, :, part], dv[:, :, part])
+    assert given == [{dtype}] * 16
+    saved = grad, q, k, v, out
+    true_out, true_lse = attention(*(x.double() for x in (q, k, v)), causal=True, return_lse=True)
+    truth = attention_backward(*(x.double() for x in saved), true_lse, causal=True)
+    for ours, true in zip((ring.out, gradients.dq, dk, dv), (true_out, *truth), strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - true).norm() < 1e-6 * true.norm()
 
 
 def test_the_bench_judges_bytes_balance_and_memory():

@@ -177,6 +177,22 @@ def test_plain_attention_keeps_to_the_registers(dim, tmp_path):
         assert stack(recorded.compiled(launch), tmp_path) <= SPILLED
 
 
+# What merging and summing take of 16-bit inputs: as little shared memory as rounded results, and no more of the stack.
+UNROUNDED = [("sm_90", 128), ("gfx942", 64), *(slow(arch, dim) for arch in TARGETS for dim in (64, 128, 256))]
+
+
+@pytest.mark.parametrize(("arch", "dim"), UNROUNDED)
+def test_unrounded_results_cost_nothing(arch, dim, tmp_path):
+    launches = zip(
+        attention_launches(arch, BF16, dim, CAUSAL), attention_launches(arch, BF16, dim, CAUSAL._replace(unrounded=True)),
+        strict=True,
+    )  # fmt: skip
+    for (_, rounded), (recorded, launch) in launches:
+        assert shared_memory(launch, arch) <= min(shared_memory(rounded, arch), KNOWN[arch].shared_memory)
+        if arch == "sm_90":
+            assert stack(recorded.compiled(launch), tmp_path) <= SPILLED
+
+
 def _decode(dtype, d, page_size, flags, rows, splits, starts=False):
     cache = (9, 8, page_size, d) if page_size else (2, 8, 4096, d)
     return attention_decode, Decode(
@@ -210,6 +226,7 @@ ONE_SIDED = ALL_FLAGS._replace(left=99, right=0)
 # The call, and how many bytes of stack it may have on sm_90; None: any.
 CALLS = {
     **{f"decode, {d}": (lambda t, d=d: _decode(t, d, 0, CAUSAL, 4, 8), 16) for d in (64, 128, 256, 512)},
+    "decode, unrounded": (lambda t: _decode(t, 128, 0, CAUSAL._replace(unrounded=True), 4, 8), 16),
     "decode, one split": (lambda t: _decode(t, 128, 0, CAUSAL, 4, 1), 0),
     "decode, many rows": (lambda t: _decode(t, 128, 0, CAUSAL, 32, 8), 0),
     "decode, pages of 64, all flags": (lambda t: _decode(t, 128, 64, ONE_SIDED, 4, 8, starts=True), 24),
@@ -221,7 +238,13 @@ CALLS = {
     "probs backward, 128": (lambda t: _probs(t, 128, CAUSAL, True), 0),
     "probs backward, 512, all flags": (lambda t: _probs(t, 512, ALL_FLAGS, True), None),
 }
-QUICK = ("decode, 128", "latent, 16 heads", "decode, pages of 16, all flags", "probs backward, 128")
+QUICK = (
+    "decode, 128",
+    "decode, unrounded",
+    "latent, 16 heads",
+    "decode, pages of 16, all flags",
+    "probs backward, 128",
+)
 
 
 @pytest.mark.parametrize(

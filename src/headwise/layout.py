@@ -15,9 +15,9 @@ from torch import Tensor
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-def empty_like_heads(x: Tensor, last: int) -> Tensor:
-    """Uninitialised ``(B, H, S, last)`` in the layout of x ``(B, H, S, D)``."""
-    return x.new_empty_strided((*x.shape[:3], last), strides_like_heads(x, last))
+def empty_like_heads(x: Tensor, last: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised ``(B, H, S, last)`` in the layout of x ``(B, H, S, D)``, and in its dtype if no other is given."""
+    return x.new_empty_strided((*x.shape[:3], last), strides_like_heads(x, last), dtype=dtype)
 
 
 def strides_like_heads(x: Tensor, last: int) -> tuple[int, ...]:
@@ -30,10 +30,10 @@ def strides_like_heads(x: Tensor, last: int) -> tuple[int, ...]:
     return heads * length * last, length * last, last, 1
 
 
-def empty_heads_inside(x: Tensor) -> Tensor:
-    """Uninitialised, in the shape of x ``(B, H, S, D)``, stored as ``(B, S, H, D)``."""
+def empty_heads_inside(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised, in the shape of x ``(B, H, S, D)`` and its dtype or another, stored as ``(B, S, H, D)``."""
     # Not as a view of (B, S, H, D): autograd forbids changes in place to views that an op returns.
-    return x.new_empty_strided(x.shape, _inside(*x.shape[1:]))
+    return x.new_empty_strided(x.shape, _inside(*x.shape[1:]), dtype=dtype)
 
 
 def _inside(heads: int, length: int, last: int) -> tuple[int, int, int, int]:

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from headwise import layout as memory
 from headwise.distributed import costs, ring, ulysses
 from headwise.distributed.blocks import Options, Plan, Region, length_of
-from headwise.distributed.groups import Description, Group, Peers, agree, flag_values, peers_of
+from headwise.distributed.groups import Description, Group, Peers, agree, check_plain, flag_values, peers_of
 from headwise.distributed.shards import Segment, check_layout, parts_of
 from headwise.ops import _autocast, _checks
-from headwise.ops.attention import _arguments, attention
+from headwise.ops.attention import _arguments, unrounded
 from headwise.ops.attention._arguments import Window
 from headwise.ops.attention.dense import LETTERS
 
@@ -50,6 +50,7 @@ def context_parallel_attention(
     other flags    as in `attention`, positions being those of the whole sequence; dropout is not there
 
     q, k and v may be DTensors on a DeviceMesh of one dimension, sharded along dimension 2; so are the results then.
+    With method "ulysses" there is no mask or bias beside cu_seqlens.
 
     Every rank of the group calls it, and calls backward, in the same order. Arguments that differ between ranks are refused
     on all of them. The lengths and cu_seqlens are read on the host. The gradients of k and v come from the queries of all
@@ -73,12 +74,20 @@ def context_parallel_attention(
                 f"{OP}: dropout is {dropout!r} with dropout_seed {dropout_seed!r}, and dropout is not there across ranks: "
                 "kernels count the positions of a block from its own start; it needs dropout=0"
             )
+        check_plain(OP, k=k, v=v, sink=sink, cu_seqlens=cu_seqlens, **scores, **lengths)
         flags.append(_check(q, k, v, sink, method, layout, return_lse, causal, window, scale, softcap, deterministic))
         _check_scores(q, scores)
         values.update(_check_lengths(q, lengths, cu_seqlens))
+        if method == "ulysses" and cu_seqlens is not None and any(x is not None for x in scores.values()):
+            raise NotImplementedError(
+                f"{OP}: cu_seqlens and a mask or bias are given with method='ulysses', whose kernels take packed documents "
+                "without them; it needs another method"
+            )
         if backend is not None:  # it may refuse: better here than in the middle of an exchange
-            with torch.no_grad():
-                attention(*(x[:1, :, :1].detach() for x in (q, k, v)), backend=backend)
+            few = (x[:1, :, :1] for x in (q, k, v))
+            unrounded.attention(
+                *few, window=None, scale=flags[0].scale, softcap=softcap, deterministic=deterministic, backend=backend
+            )
         return _describe(q, k, v, sink, scores, values, flags[0], method, layout, return_lse, backend)
 
     told, number = agree(peers, check)

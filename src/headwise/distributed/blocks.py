@@ -5,9 +5,9 @@ entries that have the same lengths. In a region queries and keys are aligned at 
 of a block and of the queries are apart in the sequence, the window is shifted by that distance. What cannot be seen is cut
 off first, on both sides; a shifted bound is never negative after that. So lengths never reach a kernel: they are slices.
 
-Merged results are float32 also where the inputs are 16-bit: a partial that is rounded to 16 bits, block after block, loses
-digits as ranks are added. The blocks travel in their own dtype and are converted where they are used. Where a query meets
-all its keys in one call there is nothing to merge, and the kernels of the dtype itself run.
+What is merged or summed is float32 also where the inputs are 16-bit: a partial that is rounded to 16 bits, block after
+block, loses digits as ranks are added. So kernels are asked for `unrounded` results of 16-bit inputs. Where a query meets
+all its keys in one call there is nothing to merge, and the result comes in the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headwise import layout as memory
 from headwise.distributed.shards import Parts, Segment
-from headwise.ops.attention import attention, attention_backward, merge_attention
+from headwise.ops.attention import attention, attention_backward, merge_attention, unrounded
 
 UNBOUNDED = -1
 ALL = slice(None)
@@ -169,12 +169,9 @@ class Partial:
     ) -> None:
         """merges: the keys of a query come in more than one piece. Without it each is the result for its rows."""
         dtype = memory.statistics_dtype(q.dtype)
-        self._q, self._scores, self._options, self._merges = q.to(dtype) if merges else q, scores, options, merges
-        if merges and scores.bias is not None:
-            self._scores = scores._replace(bias=scores.bias.to(dtype))
-        self._sink = None if merges else sink
+        self._q, self._scores, self._options, self._merges, self._sink = q, scores, options, merges, sink
         batch, heads, rows, _ = q.shape
-        self.out = self._q.new_zeros(batch, heads, rows, value_dim)
+        self.out = q.new_zeros(batch, heads, rows, value_dim, dtype=dtype if merges else q.dtype)
         # The sink is what a row has in its denominator before it has seen any key: so it is counted once.
         self.lse = q.new_full((batch, heads, rows), -float("inf"), dtype=dtype)
         if sink is not None:
@@ -184,16 +181,16 @@ class Partial:
     def add(self, todo: Iterator[Piece], k: Tensor, v: Tensor) -> None:
         for piece in todo:
             rows = piece.batch, ALL, piece.rows
-            keys, values = (x[piece.batch, :, piece.columns].to(self._q.dtype) for x in (k, v))
-            flags: dict[str, Any] = {**self._scores.at(piece), **self._options._asdict()}
-            out, lse = attention(
-                self._q[rows], keys, values, window=piece.window, sink=self._sink, return_lse=True, **flags
-            )  # fmt: skip
+            given = self._q[rows], *(x[piece.batch, :, piece.columns] for x in (k, v))
+            flags: dict[str, Any] = {"window": piece.window, **self._scores.at(piece), **self._options._asdict()}
             if self._merges:
+                out, lse = unrounded.attention(*given, **flags)
                 out, lse = merge_attention(
                     [self.out[rows].contiguous(), out.contiguous()], [self.lse[rows].contiguous(), lse],
                     backend=self._options.backend,
                 )  # fmt: skip
+            else:
+                out, lse = attention(*given, sink=self._sink, return_lse=True, **flags)
             self.out[rows], self.lse[rows] = out, lse
 
 
@@ -205,15 +202,16 @@ class Gradients:
 
     def __init__(
         self, q: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, scores: Scores,
-        options: Options, need_bias: bool, merges: bool,
+        options: Options, need_bias: bool, summed: bool,
     ) -> None:  # fmt: skip
+        """summed: terms of other ranks are added."""
+        self._backward = unrounded.attention_backward if summed else attention_backward
         sums = memory.statistics_dtype(q.dtype)
-        dtype = sums if merges else q.dtype
-        self._q, self._out, self._grad_out = (x.to(dtype) for x in (q, out, grad_out.contiguous()))
+        self._q, self._out, self._grad_out = q, out, grad_out.contiguous()
         self._lse, self._grad_lse = lse, None if grad_lse is None else grad_lse.contiguous()
         self._scores, self._options = scores, options
-        if merges and scores.bias is not None:
-            self._scores = scores._replace(bias=scores.bias.to(dtype))
+        if need_bias and scores.bias is not None:  # its gradient has its dtype, and is summed
+            self._scores = scores._replace(bias=scores.bias.to(sums))
         self.dq = q.new_zeros(q.shape, dtype=sums)
         self.dbias = None
         if need_bias and scores.bias is not None:
@@ -227,9 +225,8 @@ class Gradients:
             flags: dict[str, Any] = {**self._options._asdict(), **self._scores.at(piece)}
             if self._grad_lse is not None:
                 flags["grad_lse"] = self._grad_lse[rows].contiguous()
-            keys_seen, values_seen = (x[columns].to(q.dtype) for x in (k, v))
-            found = attention_backward(
-                grad_out, q, keys_seen, values_seen, out, lse.contiguous(), window=piece.window,
+            found = self._backward(
+                grad_out, q, k[columns], v[columns], out, lse.contiguous(), window=piece.window,
                 need_bias_grad=self.dbias is not None, **flags,
             )  # fmt: skip
             self.dq[rows] += found[0]

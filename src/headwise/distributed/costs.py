@@ -25,7 +25,9 @@ from headwise.distributed.ulysses import heads_of
 
 METHODS = ("ring", "gather", "ulysses")
 BACKWARD = 2.5  # products of the backward over those of the forward
-MERGED_16_BIT = 8.0  # how much slower the ring computes 16-bit inputs on a GPU: in float32, so that partials are
+# How much slower a GPU with Hopper kernels computes unrounded results, which those do not write. A guess from how both kinds
+# of kernels compare with FlashAttention-2 (docs/triton-attention.md); on other GPUs there is no difference.
+UNROUNDED = 1.6
 
 
 class Machine(NamedTuple):
@@ -34,13 +36,13 @@ class Machine(NamedTuple):
     flops: float  # per second, of attention in the dtype of its inputs
     bandwidth: float  # bytes per second that a rank sends
     latency: float  # seconds per message
-    merged_slowdown: float = 1.0  # of arithmetic whose results are merged
+    unrounded_slowdown: float = 1.0  # of arithmetic on 16-bit inputs whose results are merged or summed
 
 
 # Rough: they decide between methods whose times differ by factors. docs/distributed.md has the figures and their sources.
 CPU = Machine(5e10, 1e9, 3e-4)
-NVLINK = Machine(5e14, 3.5e11, 1e-5, MERGED_16_BIT)
-INFINIBAND = Machine(5e14, 4.5e10, 2e-5, MERGED_16_BIT)
+NVLINK = Machine(5e14, 3.5e11, 1e-5, UNROUNDED)
+INFINIBAND = Machine(5e14, 4.5e10, 2e-5, UNROUNDED)
 
 
 class Sizes(NamedTuple):
@@ -69,7 +71,7 @@ class Cost(NamedTuple):
     pairs: int  # of a query and a key that are computed, all heads together
     memory: int  # bytes of keys, values and their gradients that others own
     home: int = 0  # bytes of the last sums of gradients, which nothing overlaps
-    wide: bool = False  # 16-bit inputs are computed in float32, since key heads are on several ranks
+    shared: bool = False  # key heads are on several ranks, which sum their gradients
 
     def flops(self, sizes: Sizes, gradient: bool) -> float:
         forward = 2.0 * self.pairs * (sizes.head_dim + sizes.value_dim)
@@ -109,11 +111,11 @@ def seconds(method: str, sizes: Sizes, plan: Plan, machine: Machine, gradient: b
 
 def time_of(method: str, sizes: Sizes, found: Cost, machine: Machine, gradient: bool) -> float:
     """Seconds of a rank."""
-    slowdown = machine.merged_slowdown if method == "ring" and sizes.itemsize < 4 else 1.0
-    if method == "ulysses" and found.wide and sizes.itemsize < 4:
-        slowdown = machine.merged_slowdown
-    if method == "gather" and gradient and sizes.itemsize < 4:  # its backward sums over ranks
-        slowdown = (1 + BACKWARD * machine.merged_slowdown) / (1 + BACKWARD)
+    slowdown = 1.0
+    if sizes.itemsize < 4 and method == "ring":
+        slowdown = machine.unrounded_slowdown
+    elif sizes.itemsize < 4 and gradient and (method == "gather" or found.shared):  # the backward sums over ranks
+        slowdown = (1 + BACKWARD * machine.unrounded_slowdown) / (1 + BACKWARD)
     computing = found.flops(sizes, gradient) * slowdown / machine.flops
     sending = found.sent / machine.bandwidth + found.messages * machine.latency
     if method != "ring":
@@ -146,12 +148,11 @@ def of_causal(method: str, sizes: Sizes, tokens: int, ranks: int, gradient: bool
         held = block * ranks * (sizes.itemsize + gradient * sizes.statistics)
         return Cost(sent, others * (1 + 2 * gradient), pairs, held)
     heads, key_heads = sizes.q_heads // ranks, max(sizes.k_heads // ranks, 1)
-    wide = ranks > sizes.k_heads
+    shared = ranks > sizes.k_heads
     once = sizes.batch * own * (heads + key_heads) * both * sizes.itemsize
-    grads = once + wide * sizes.batch * own * key_heads * both * (sizes.statistics - sizes.itemsize)
-    grads += wide * sizes.batch * own * heads * sizes.head_dim * (sizes.statistics - sizes.itemsize)
+    grads = once + shared * sizes.batch * own * key_heads * both * (sizes.statistics - sizes.itemsize)
     sent = others * (once + gradient * grads)
-    return Cost(sent, 2 * others * (1 + gradient), pairs, ranks * once * (1 + gradient), wide=wide)
+    return Cost(sent, 2 * others * (1 + gradient), pairs, ranks * once * (1 + gradient), shared=shared)
 
 
 def _ring(sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
@@ -216,14 +217,14 @@ def _ulysses(sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
         back = (mine[0].past - mine[0].first) * count(plan.of_q[rank]) * sizes.value_dim
         sent += there + back
         if gradient:
-            grads = (mine[0].past - mine[0].first) * count(plan.of_q[rank]) * sizes.head_dim
-            grads += (mine[1].past - mine[1].first) * count(plan.of_k[rank]) * both
-            sent += grads * wide + (of_q.past - of_q.first) * queries * sizes.value_dim
+            sent += (mine[0].past - mine[0].first) * count(plan.of_q[rank]) * sizes.head_dim
+            sent += (mine[1].past - mine[1].first) * count(plan.of_k[rank]) * both * wide
+            sent += (of_q.past - of_q.first) * queries * sizes.value_dim
     total = sizes.batch * sizes.itemsize
     seen = _pairs(plan, (Segment(0, plan.queries),), (Segment(0, plan.keys),))
     heads, key_heads = (of.past - of.first for of in mine)
     held = (heads * plan.queries * both + key_heads * plan.keys * both) * total * (1 + gradient)
-    return Cost(sent * total, 2 * (plan.ranks - 1) * (1 + gradient), seen * heads * sizes.batch, held, wide=shared)
+    return Cost(sent * total, 2 * (plan.ranks - 1) * (1 + gradient), seen * heads * sizes.batch, held, shared=shared)
 
 
 def _block(sizes: Sizes, part: tuple[Segment, ...]) -> int:

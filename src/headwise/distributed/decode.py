@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from headwise import layout as memory
-from headwise.distributed.groups import Description, Group, agree, flag_values, gather, peers_of
+from headwise.distributed.groups import Description, Group, agree, check_plain, flag_values, gather, peers_of
 from headwise.ops import _autocast, _checks
-from headwise.ops.attention import _arguments, attention_decode, merge_attention
+from headwise.ops.attention import _arguments, merge_attention, unrounded
 from headwise.ops.attention._arguments import UNBOUNDED, Window
 from headwise.ops.attention.decode import AUTOCAST
 from headwise.ops.attention.decode import _check as check_decode
@@ -41,6 +41,8 @@ def context_parallel_decode(
     flags: list[_arguments.Flags] = []
 
     def check() -> Description:
+        given = {"lengths": lengths, "kv_starts": kv_starts, "block_table": block_table, "sink": sink}
+        check_plain(OP, q=q, k_cache=k_cache, v_cache=v_cache, **given)
         decode = _check(q, k_cache, v_cache, lengths, kv_starts, block_table, sink, return_lse, window, scale, softcap)
         flags.append(decode.flags)
         same = {
@@ -52,9 +54,8 @@ def context_parallel_decode(
         return Description(same, (k_cache.shape[2] * (1 if block_table is None else block_table.shape[1]),))
 
     rooms = [room for (room,) in agree(peers, check).lengths]
-    # Float32 partials, as in `blocks`.
-    dtype = memory.statistics_dtype(q.dtype)
-    queries, k, v = ((q[:, :, None] if q.dim() == 3 else q).to(dtype), k_cache.to(dtype), v_cache.to(dtype))
+    dtype = memory.statistics_dtype(q.dtype)  # of partials, as in `blocks`
+    queries = q[:, :, None] if q.dim() == 3 else q
     parts = []
     for row in range(queries.shape[2]):
         # A query sees the keys up to its own position: one length and, under a window, one start for every row.
@@ -64,13 +65,13 @@ def context_parallel_decode(
             start = torch.maximum(start, kv_starts.long())
         stop, start = ((x - sum(rooms[: peers.rank])).clamp(0, rooms[peers.rank]) for x in (stop, start))
         parts.append(
-            attention_decode(
-                queries[:, :, row], k, v, stop, kv_starts=torch.minimum(start, stop), block_table=block_table,
-                scale=flags[0].scale, softcap=flags[0].softcap or None, return_lse=True, backend=backend,
+            unrounded.attention_decode(
+                queries[:, :, row], k_cache, v_cache, stop, kv_starts=torch.minimum(start, stop),
+                block_table=block_table, scale=flags[0].scale, softcap=flags[0].softcap or None, backend=backend,
             )
         )  # fmt: skip
-    shape = (*queries.shape[:3], v.shape[3] + 1)
-    mine = queries.new_zeros(shape)
+    shape = (*queries.shape[:3], v_cache.shape[3] + 1)
+    mine = queries.new_zeros(shape, dtype=dtype)
     for row, (out, lse) in enumerate(parts):
         mine[:, :, row, :-1], mine[:, :, row, -1] = out, lse
     gathered = [x.view(shape) for x in gather(peers, mine.reshape(-1), [mine.numel()] * peers.ranks, "merging parts")]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from headwise.ops.attention._arguments import Flags
 
@@ -147,6 +148,13 @@ def same_backward(peers: Peers, call: int, device: torch.device, part: int = 0) 
             f"{peers.op}: the ranks are in the backward of calls {[int(x[0]) for x in told]}; every rank needs to call "
             "backward in the same order"
         )
+
+
+def check_plain(op: str, **tensors: Any) -> None:
+    """No DTensor: part of them on one rank would be taken for the whole."""
+    for name, x in tensors.items():
+        if isinstance(x, DTensor):
+            raise TypeError(f"{op}: {name} is a DTensor; it needs to be a plain tensor: {name}.to_local()")
 
 
 def fingerprint(x: Tensor | None) -> tuple[Any, ...] | None:

@@ -29,6 +29,7 @@ from headwise.distributed.groups import (
     Group,
     Peers,
     agree,
+    check_plain,
     fingerprint,
     gather,
     peers_of,
@@ -46,7 +47,7 @@ CHUNK = 2**22  # logits that are float32 at one time
 def vocabulary_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, group: Group, *, ignore_index: int = -100, reduction: str = "mean",
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-    return_logprobs: Literal[False] = False, return_entropy: Literal[False] = False,
+    return_logprobs: Literal[False] = False, return_entropy: Literal[False] = False, backend: str | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def vocabulary_parallel_cross_entropy(
 def vocabulary_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, group: Group, *, ignore_index: int = -100, reduction: str = "mean",
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, return_logprobs: bool = False,
-    return_entropy: bool = False,
+    return_entropy: bool = False, backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
 
@@ -62,13 +63,14 @@ def vocabulary_parallel_cross_entropy(
 def vocabulary_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, group: Group, *, ignore_index: int = -100, reduction: str = "mean",
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, return_logprobs: bool = False,
-    return_entropy: bool = False,
+    return_entropy: bool = False, backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`cross_entropy` of logits whose last dimension is sharded over ranks: the same loss on every rank.
 
     logits   ``(..., V_local)``: the classes that follow those of the ranks before; V_local may differ between ranks
     targets  ``(...,)``, classes of the whole vocabulary, the same on every rank
     return_logprobs, return_entropy   add these per token, in this order, as `linear_cross_entropy` does
+    backend  PyTorch's own operators compute it on the device of the logits: None, or "cpu" on the CPU
     other    as in `cross_entropy`
 
     The gradient of the logits is that of this one loss, which all ranks hold: a hidden state that every rank multiplied
@@ -76,6 +78,7 @@ def vocabulary_parallel_cross_entropy(
     """
 
     def check() -> dict[str, Any]:
+        check_plain(LOGITS, logits=logits, targets=targets)
         _checks.floating(LOGITS, "logits", logits)
         _checks.at_least_dims(LOGITS, "logits", logits, 1)
         _check_targets(LOGITS, "logits", logits, targets)
@@ -83,7 +86,7 @@ def vocabulary_parallel_cross_entropy(
 
     options = ignore_index, reduction, label_smoothing, z_loss, softcap
     asked = return_logprobs, return_entropy
-    classes = _classes(LOGITS, group, check, lambda: logits.shape[-1], targets, options, asked)
+    classes = _classes(LOGITS, group, check, lambda: logits.shape[-1], targets, options, asked, backend)
     rows = logits.reshape(-1, logits.shape[-1])
     found = _Loss.apply(rows, targets.reshape(-1).long(), classes)
     return _results(found, targets, None, ignore_index, reduction, asked)
@@ -94,6 +97,7 @@ def vocabulary_parallel_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, group: Group, *, ignore_index: int = -100, reduction: str = "mean",
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, bias: Tensor | None = None,
     token_weights: Tensor | None = None, return_logprobs: Literal[False] = False, return_entropy: Literal[False] = False,
+    backend: str | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -102,6 +106,7 @@ def vocabulary_parallel_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, group: Group, *, ignore_index: int = -100, reduction: str = "mean",
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, bias: Tensor | None = None,
     token_weights: Tensor | None = None, return_logprobs: bool = False, return_entropy: bool = False,
+    backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
 
@@ -110,23 +115,30 @@ def vocabulary_parallel_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, group: Group, *, ignore_index: int = -100, reduction: str = "mean",
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, bias: Tensor | None = None,
     token_weights: Tensor | None = None, return_logprobs: bool = False, return_entropy: bool = False,
+    backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`linear_cross_entropy` with the rows of the weight sharded over ranks: the same loss on every rank.
 
     hidden         ``(..., H)``, the same on every rank
     weight, bias   ``(V_local, H)``, ``(V_local,)``: the classes that follow those of the ranks before
     targets        ``(...,)``, and token_weights ``(...,)`` if given: the same on every rank
+    backend        as in `vocabulary_parallel_cross_entropy`
     other          as in `linear_cross_entropy`, return_logprobs and return_entropy too
 
-    The gradient of hidden is summed over ranks here, so it is the whole one on every rank; those of weight and bias belong
-    to this rank's classes. The logits are made in chunks of rows, in float32, forward and again backward. Differentiable
-    once.
+    The gradient of hidden is summed over ranks here: it is whole on every rank, as is that of token_weights; those of
+    weight and bias belong to this rank's classes. The logits are made in chunks of rows, in float32, forward and again
+    backward. Differentiable once.
     """
     hidden, weight, bias = _autocast.lowered(hidden, weight, bias)
 
     def check() -> dict[str, Any]:
+        check_plain(
+            LINEAR, hidden=hidden, weight=weight, bias=bias, targets=targets, token_weights=token_weights
+        )  # fmt: skip
         _checks.floating(LINEAR, "hidden", hidden)
         _checks.at_least_dims(LINEAR, "hidden", hidden, 1)
+        _checks.floating(LINEAR, "weight", weight)
+        _checks.dims(LINEAR, "weight", weight, 2, "(V_local, H)")
         _checks.same_dtype(LINEAR, "weight", weight, "hidden", hidden)
         _checks.same_device(LINEAR, "weight", weight, "hidden", hidden)
         _checks.shape(LINEAR, "weight", weight, (weight.shape[0], hidden.shape[-1]), "(V_local, H)")
@@ -135,20 +147,17 @@ def vocabulary_parallel_linear_cross_entropy(
             _checks.shape(LINEAR, "bias", bias, (weight.shape[0],), "(V_local,)")
         if token_weights is not None:
             _checks.floating(LINEAR, "token_weights", token_weights)
-            _checks.shape(LINEAR, "token_weights", token_weights, targets.shape, "the shape of targets")
-            if token_weights.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    f"{LINEAR}: token_weights requires a gradient; it needs to be a constant (token_weights.detach()). For "
-                    'its gradient, multiply the losses of reduction="none" by it'
-                )
+            _checks.own_or_float32(LINEAR, "token_weights", token_weights, "hidden", hidden)
+            _checks.shape(LINEAR, "token_weights", token_weights, tuple(targets.shape), "the shape of targets")
+            _checks.same_device(LINEAR, "token_weights", token_weights, "hidden", hidden)
         _check_targets(LINEAR, "hidden", hidden, targets)
-        needed = tuple(x is not None and x.requires_grad for x in (hidden, weight, bias))
+        needed = tuple(x is not None and x.requires_grad for x in (hidden, weight, bias, token_weights))
         weighted = None if token_weights is None else str(token_weights.dtype)
         return {"dtype": str(hidden.dtype), "H": hidden.shape[-1], "gradient": needed, "token_weights": weighted}
 
     options = ignore_index, reduction, label_smoothing, z_loss, softcap
     asked = return_logprobs, return_entropy
-    classes = _classes(LINEAR, group, check, lambda: weight.shape[0], targets, options, asked)
+    classes = _classes(LINEAR, group, check, lambda: weight.shape[0], targets, options, asked, backend)
     rows = hidden.reshape(-1, hidden.shape[-1])
     found = _LinearLoss.apply(rows, weight, bias, targets.reshape(-1).long(), classes)
     return _results(found, targets, token_weights, ignore_index, reduction, asked)
@@ -208,7 +217,7 @@ class _Classes(NamedTuple):
     def merged(self, mine: Tensor, targets: Tensor) -> _Merged:
         """From the numbers ``(2 to 4, n)``."""
         parts = gather(self.peers, mine.reshape(-1), [mine.numel()] * self.peers.ranks, "merging parts")
-        everyone = torch.stack(parts).view(-1, *mine.shape)
+        everyone = torch.stack(parts).view(self.peers.ranks, *mine.shape)
         lses = everyone[:, 0]
         lse = lses.logsumexp(0)
         logprobs = everyone[:, 1].sum(0) - lse
@@ -267,7 +276,7 @@ def _check_targets(op: str, name: str, x: Tensor, targets: Tensor) -> None:
 
 def _classes(
     op: str, group: Group, check: Callable[[], dict[str, Any]], width: Callable[[], int], targets: Tensor,
-    options: tuple[int, str, float, float, float | None], asked: tuple[bool, bool],
+    options: tuple[int, str, float, float, float | None], asked: tuple[bool, bool], backend: str | None,
 ) -> _Classes:  # fmt: skip
     peers = peers_of(op, group)
 
@@ -287,8 +296,14 @@ def _classes(
         )
         for name, value in zip(names[-2:], asked, strict=True):
             _checks.boolean(op, name, value)
+        if backend is not None and (backend, targets.device.type) != ("cpu", "cpu"):
+            raise ValueError(
+                f"{op}: backend={backend!r} cannot run this call: its kernels compute whole rows, and not what the classes "
+                f"of a rank add to one. PyTorch's own operators do, on {targets.device.type!r}: it needs None"
+                + (" or 'cpu'" if targets.device.type == "cpu" else "")
+            )
         same |= dict(zip(names, (*options, *asked), strict=True)) | {"fingerprint of targets": fingerprint(targets)}
-        return Description(same | {"device": targets.device.type}, (width(),))
+        return Description(same | {"device": targets.device.type, "backend": backend}, (width(),))
 
     lengths, number = agree(peers, describe)
     widths = tuple(found for (found,) in lengths)
@@ -319,7 +334,8 @@ def _reduced(
     if reduction == "sum":
         return total
     whole = weights.sum()
-    return total * torch.where(whole == 0, 0.0, 1 / whole)
+    none = whole == 0  # the gradient of weights that add up to nothing is 0, too
+    return (total / whole.masked_fill(none, 1.0)).masked_fill(none, 0.0)
 
 
 def _chunks(count: int, width: int) -> Iterator[slice]:

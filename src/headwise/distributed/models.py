@@ -143,10 +143,15 @@ def context_parallel(
 def sum_gradients(model: nn.Module, group: Group) -> None:
     """Every parameter's gradient becomes its sum over the ranks. Without one on any rank it stays None."""
     peers = peers_of("sum_gradients", group)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    same = {f"shape and dtype of {name}": (tuple(p.shape), str(p.dtype)) for name, p in named.items()}
-    agree(peers, lambda: Description(same, ()))
-    parameters = list(named.values())
+    parameters: list[Tensor] = []
+
+    def check() -> Description:
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        parameters.extend(named.values())
+        same = {f"shape and dtype of {name}": (tuple(p.shape), str(p.dtype)) for name, p in named.items()}
+        return Description(same, ())
+
+    agree(peers, check)
     if not parameters:
         return
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32

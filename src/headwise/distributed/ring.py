@@ -6,8 +6,8 @@ ring    the blocks of keys and values go round, one rank further at each step, t
 gather  every rank gets all keys and values at once: fewer, larger messages, more memory, and nothing to merge.
 
 In the backward the gradients of a block travel with it, in float32, and go home from the last rank that sees it, or straight
-home from every rank that sees some of it; under gather they are summed by a reduce-scatter. What is summed comes from
-float32 kernels: rounded parts may cancel.
+home from every rank that sees some of it; under gather they are summed by a reduce-scatter. What is summed was not rounded
+before: rounded parts may cancel.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ System Optimizations for Enabling Training of Extreme Long Sequence Transformer 
 Between the two a rank has the whole sequence of some heads, so it is one ordinary call of `attention` or of
 `attention_varlen`. Rank r computes query heads ``r · Hq // ranks`` to ``(r + 1) · Hq // ranks`` and gets the key heads that
 those read. A key head that is read on several ranks is sent to each of them (fewer key heads than ranks), and its gradients
-are summed at home in float32, in the order of the ranks.
+are summed at home in float32, in the order of the ranks: they were not rounded before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headwise import layout as memory
 from headwise.distributed.groups import Peers, exchange, same_backward
 from headwise.distributed.ring import Call
 from headwise.distributed.shards import Parts, joined, place, taken
-from headwise.ops.attention import attention, attention_varlen
+from headwise.ops.attention import attention, attention_varlen, unrounded
 
 
 class Heads(NamedTuple):
@@ -56,11 +56,11 @@ def attend(
     q_heads, k_heads = q.shape[1], k.shape[1]
     whose = [heads_of(rank, peers.ranks, q_heads, k_heads) for rank in range(peers.ranks)]
     mine, keys = whose[peers.rank]
-    there = [(of_q, of_k, of_k) for of_q, of_k in whose]
-    dtype, shared = q.dtype, sum(of_k.past - of_k.first for _, of_k in whose) > k_heads
-    q, k, v = _Exchange.apply(call, 0, there, (plan.of_q, plan.of_k, plan.of_k), True, q, k, v)
-    if shared:
-        sink = None if sink is None else sink.to(q.dtype)
+    there = [(of_k, of_k, of_q) for of_q, of_k in whose]
+    dtype = q.dtype
+    k, v, q = _Exchange.apply(call, 0, there, (plan.of_k, plan.of_k, plan.of_q), True, k, v, q)
+    if sink is not None and k.dtype != dtype:
+        sink = sink.to(k.dtype)
     scores: dict[str, Tensor] = {}
     for name, x in (("mask", memory.four_dims(mask)), ("bias", memory.four_dims(bias))):
         if x is not None:
@@ -82,7 +82,7 @@ def attend(
     else:  # no head is this rank's: zeros that depend on all inputs, so that the backward takes part in every exchange
         empty = sum(
             x[..., :0].sum()
-            for x in (q, k, v, *scores.values(), *([] if own_sink is None else [own_sink]))
+            for x in (k, v, q, *scores.values(), *([] if own_sink is None else [own_sink]))
             if x.is_floating_point()
         )
         out = q.new_zeros(*q.shape[:3], v.shape[3]) + empty
@@ -99,16 +99,64 @@ def attend(
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **flags: Any) -> tuple[Tensor, Tensor]:
     if cu_seqlens is None:
-        return attention(q, k, v, return_lse=True, **flags)
+        return _called(q, k, v, None, 0, **flags)
     longest = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
-    offsets = cu_seqlens, cu_seqlens, longest, longest
     outs, lses = [], []
     for entry in zip(q, k, v, strict=True):
         rows, keys, values = (x.transpose(0, 1) for x in entry)  # (S, H, D)
-        out, lse = attention_varlen(rows, keys, values, *offsets, return_lse=True, **flags)
+        out, lse = _called(rows, keys, values, cu_seqlens, longest, **flags)
         outs.append(out.transpose(0, 1))
         lses.append(lse)
     return torch.stack(outs), torch.stack(lses)
+
+
+def _called(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, longest: int, **flags: Any
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention` or `attention_varlen`."""
+    if k.dtype != q.dtype:
+        tensors = {name: x for name, x in flags.items() if isinstance(x, Tensor)}
+        rest = {name: x for name, x in flags.items() if name not in tensors}
+        out, lse = _Unrounded.apply(rest, tuple(tensors), longest, cu_seqlens, q, k, v, *tensors.values())
+        return out, lse
+    if cu_seqlens is None:
+        return attention(q, k, v, return_lse=True, **flags)
+    return attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, return_lse=True, **flags)
+
+
+class _Unrounded(torch.autograd.Function):
+    """`_called` of 16-bit k and v that are given as float32: autograd gives a gradient the dtype of its tensor, and those of
+    k and v, which are summed over ranks, stay float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, flags: dict[str, Any], names: tuple[str, ...], longest: int, cu_seqlens: Tensor | None, q: Tensor,
+        k: Tensor, v: Tensor, *tensors: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        out, lse = _called(q, k, v, cu_seqlens, longest, **flags, **dict(zip(names, tensors, strict=True)))
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, *tensors)
+        ctx.about = flags, names, longest
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, cu_seqlens, *tensors = ctx.saved_tensors
+        flags, names, longest = ctx.about
+        needed = [name for name, need in zip(names, ctx.needs_input_grad[7:], strict=True) if need]
+        given: dict[str, Any] = {**flags, **dict(zip(names, tensors, strict=True)), "grad_lse": grad_lse}
+        given |= {f"need_{name}_grad": True for name in needed}
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        if cu_seqlens is None:
+            found = unrounded.attention_backward(grad_out, q, k, v, out, lse, **given)
+        else:
+            found = unrounded.attention_varlen_backward(grad_out, q, k, v, out, lse, cu_seqlens, longest, **given)
+        dq, dk, dv, *others = found
+        of = dict(zip(sorted(needed), others, strict=True))  # that of bias comes before that of sink
+        return None, None, None, None, dq.to(q.dtype), dk, dv, *(of.get(name) for name in names)
 
 
 class _Exchange(torch.autograd.Function):
@@ -124,10 +172,11 @@ class _Exchange(torch.autograd.Function):
         ctx.dtypes = [x.dtype for x in xs]
         run = _to_heads if to_heads else _to_shards
         found = run(call.peers, whose, parts, xs, None)
-        if to_heads and any(_on_several(whose, n, total) for n, total in enumerate(ctx.totals)):
-            # Gradients of a head that several ranks have are summed: they come from kernels that keep float32.
-            found = [x.to(memory.statistics_dtype(x.dtype)) for x in found]
-        return tuple(found)
+        if not to_heads:
+            return tuple(found)
+        # Gradients of a head that several ranks have are summed: they come back in float32, as these tensors are then.
+        several = (_on_several(whose, n, total) for n, total in enumerate(ctx.totals))
+        return tuple(x.to(memory.statistics_dtype(x.dtype)) if on else x for x, on in zip(found, several, strict=True))
 
     @staticmethod
     @once_differentiable

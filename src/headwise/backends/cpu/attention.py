@@ -94,11 +94,12 @@ def attention_forward(args: Attention) -> tuple[Tensor, Tensor]:
         done = flash_whole(call.whole)
         if done is not None:
             return done
+    dtype = args.flags.result_dtype(q.dtype)
     if packing is None:
-        out = layout.empty_like_heads(q, args.v.shape[3])
+        out = layout.empty_like_heads(q, args.v.shape[3], dtype)
         lse = q.new_empty(q.shape[:3], dtype=layout.statistics_dtype(q.dtype))
     else:
-        out = q.new_empty((*q.shape[:2], args.v.shape[2]))
+        out = q.new_empty((*q.shape[:2], args.v.shape[2]), dtype=dtype)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=layout.statistics_dtype(q.dtype))
     if packing is not None or args.q_lengths is not None:  # there may be rows that no piece covers
         out.zero_()
@@ -123,11 +124,12 @@ def attention_backward(args: AttentionBackward) -> tuple[Tensor, Tensor, Tensor,
     saved = Saved(grad_out, grad_lse, out, _dense_rows(args.lse, packing))
     dbias = _accumulator(call.whole.bias if args.need_bias else None, args.lse.dtype)
     dsink = _accumulator(forward.sink if args.need_sink else None, args.lse.dtype)
+    dtype = forward.flags.result_dtype(forward.q.dtype)
     if call.is_whole:
         found = engine.backward(call.whole, forward.sink, saved, dbias, dsink)
-        dq, dk, dv = (_heads_inside(x, forward.q.dtype) for x in found)
+        dq, dk, dv = (_heads_inside(x, dtype) for x in found)
     else:
-        dq, dk, dv = (_zeros_of_gradient(x) for x in (forward.q, forward.k, forward.v))
+        dq, dk, dv = (_zeros_of_gradient(x, dtype) for x in (forward.q, forward.k, forward.v))
         grads = [_dense(x, packing) for x in (dq, dk, dv)]
         for piece in call.pieces:
             of_rows = Saved(*(None if x is None else piece.of_rows(x) for x in saved))  # type: ignore[arg-type]
@@ -227,8 +229,8 @@ def _accumulator(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if x is None else torch.zeros(x.shape, dtype=dtype)
 
 
-def _zeros_of_gradient(x: Tensor) -> Tensor:
-    return layout.empty_heads_inside(x).zero_() if x.dim() == 4 else torch.zeros(x.shape, dtype=x.dtype)
+def _zeros_of_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return layout.empty_heads_inside(x, dtype).zero_() if x.dim() == 4 else torch.zeros(x.shape, dtype=dtype)
 
 
 def _heads_inside(x: Tensor, dtype: torch.dtype) -> Tensor:

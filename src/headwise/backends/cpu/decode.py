@@ -23,7 +23,7 @@ _KEYS_AT_ONCE = 16384  # bounds the copies where keys are converted for the kern
 
 def attention_decode(args: Decode) -> tuple[Tensor, Tensor]:
     q = args.q.unsqueeze(2) if args.q.dim() == 3 else args.q
-    out = layout.empty_like_heads(q, args.v_cache.shape[3])
+    out = layout.empty_like_heads(q, args.v_cache.shape[3], args.flags.result_dtype(q.dtype))
     lse = q.new_empty(q.shape[:3], dtype=layout.statistics_dtype(q.dtype))
     starts = [0] * q.shape[0] if args.kv_starts is None else args.kv_starts.tolist()
     for b, (start, stop) in enumerate(zip(starts, args.lengths.tolist(), strict=True)):

@@ -54,8 +54,9 @@ def attention_backward(gpu: Gpu, args: AttentionBackward) -> Gradients:
     x = inputs_of(gpu, forward)
     (batch, heads, rows, _), (_, key_heads, keys, _) = x.q.shape, x.k.shape
     dims = forward.q.shape[-1], forward.v.shape[-1]
+    dtype = forward.flags.result_dtype(forward.q.dtype)
     results = [
-        gpu.empty(t.shape, t.dtype, None if packed else layout.empty_heads_inside(t).stride())
+        gpu.empty(t.shape, dtype, None if packed else layout.empty_heads_inside(t).stride())
         for t in (forward.q, forward.k, forward.v)
     ]
     dq, dk, dv = map(one_entry, results) if packed else results

@@ -176,11 +176,12 @@ def attention_forward(gpu: Gpu, args: Attention) -> tuple[Tensor, Tensor | None]
             return results
     x = inputs_of(gpu, args)
     (batch, heads, rows, head_dim), value_dim = x.q.shape, x.v.shape[3]
+    dtype = args.flags.result_dtype(x.q.dtype)  # the kernel stores what its pointer says
     if args.packing is None:
-        out = gpu.empty((batch, heads, rows, value_dim), x.q.dtype, layout.strides_like_heads(x.q, value_dim))
+        out = gpu.empty((batch, heads, rows, value_dim), dtype, layout.strides_like_heads(x.q, value_dim))
         lse = gpu.empty((batch, heads, rows), torch.float32) if args.with_lse else None
     else:
-        out = gpu.empty((rows, heads, value_dim), x.q.dtype)
+        out = gpu.empty((rows, heads, value_dim), dtype)
         lse = gpu.empty((heads, rows), torch.float32) if args.with_lse else None
     if batch * heads * rows == 0:
         return out, lse

@@ -55,7 +55,8 @@ def decode_with(
     (batch, heads, queries, head_dim), value_dim, key_heads = one.shape, v.shape[3], k.shape[1]
     strides = layout.strides_like_heads(one, value_dim)
     shape = q.shape[:-1]
-    out = gpu.empty((*shape, value_dim), q.dtype, strides if one is q else (*strides[:2], 1))
+    dtype = flags.result_dtype(q.dtype)
+    out = gpu.empty((*shape, value_dim), dtype, strides if one is q else (*strides[:2], 1))
     lse = gpu.empty(shape, torch.float32) if args.with_lse else None
     if 0 in shape:
         return out, lse

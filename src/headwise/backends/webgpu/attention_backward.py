@@ -54,7 +54,8 @@ def attention_backward(device: Device, args: Any) -> tuple[Region | None, ...]:
     if forward.packing is not None:  # one sequence of all tokens, heads outside; the kernels cut it up
         q, k, v, grad, out = (scores.heads_outside(x) for x in (q, k, v, grad, out))
         lse, grad_lse = (None if x is None else x.with_leading(3) for x in (lse, grad_lse))
-    results = [scores.empty_rows(device, x.shape, x.dtype, scores.heads_inside(x.shape)) for x in (q, k, v)]
+    dtype = forward.flags.result_dtype(q.dtype)
+    results = [scores.empty_rows(device, x.shape, dtype, scores.heads_inside(x.shape)) for x in (q, k, v)]
     q, k, v, grad, out = (scores.aligned(device, x) for x in (q, k, v, grad, out))
     batch, heads, q_length, _ = q.shape
     dropping = forward.dropout_seed is not None  # whose seed is in the last pair

@@ -45,13 +45,14 @@ class _Tiling(NamedTuple):
 
 def attention_forward(device: Device, args: Any) -> tuple[Region, Region | None]:
     q, k, v = args.q, args.k, args.v
+    dtype = args.flags.result_dtype(q.dtype)
     if args.packing is None:
         shape, strides = scores.like_heads(q, v.shape[3])
-        out = scores.empty_rows(device, shape, q.dtype, strides)
+        out = scores.empty_rows(device, shape, dtype, strides)
         lse = device.empty(q.shape[:3], torch.float32)
     else:
         tokens, heads, _ = q.shape
-        out = scores.empty_rows(device, (tokens, heads, v.shape[2]), q.dtype)
+        out = scores.empty_rows(device, (tokens, heads, v.shape[2]), dtype)
         lse = device.empty((heads, tokens), torch.float32)
     if lse.numel:
         q, k, v = (scores.aligned(device, x) for x in (q, k, v))

@@ -64,7 +64,7 @@ def _splits(args: Any, q_length: int, rows: int, tile: DecodeTile) -> int:
 def decode_with(device: Device, tile: DecodeTile, num_splits: int, args: Any) -> tuple[Region, Region]:
     """`attention_decode` with this tile and this many splits, or one per step of a workgroup if there are fewer."""
     shape, strides = scores.like_heads(args.q, args.v_cache.shape[3])
-    out = scores.empty_rows(device, shape, args.q.dtype, strides)
+    out = scores.empty_rows(device, shape, args.flags.result_dtype(args.q.dtype), strides)
     lse = device.empty(args.q.shape[:3], torch.float32)
     if lse.numel == 0:
         return out.result, lse

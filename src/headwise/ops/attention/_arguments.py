@@ -50,6 +50,11 @@ class Flags(NamedTuple):
     softcap: float  # 0.0: none
     deterministic: bool
     dropout: float = 0.0  # 0.0: none
+    unrounded: bool = False  # out, or dq, dk and dv, stay in the dtype of the sums: for those who go on adding
+
+    def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of out and of the gradients of q, k and v, which have this dtype."""
+        return layout.statistics_dtype(dtype) if self.unrounded else dtype
 
     @property
     def dropped_below(self) -> int:
@@ -143,7 +148,7 @@ class ProbsBackward(NamedTuple):
 
 def flags(
     op: str, q: Tensor, causal: bool, window: Window, scale: float | None, softcap: float | None,
-    deterministic: bool = True, dropout: float = 0,
+    deterministic: bool = True, dropout: float = 0, unrounded: bool = False,
 ) -> Flags:  # fmt: skip
     _checks.boolean(op, "causal", causal)
     _checks.boolean(op, "deterministic", deterministic)
@@ -157,6 +162,7 @@ def flags(
         0.0 if softcap is None else _checks.positive(op, "softcap", softcap),
         deterministic or torch.are_deterministic_algorithms_enabled(),
         _dropout_rate(op, dropout),
+        unrounded,
     )
 
 
@@ -383,4 +389,6 @@ def features(args: Any) -> tuple[str, ...]:
         names.append("softcap")
     if flags.dropout:
         names.append("dropout")
+    if flags.unrounded:
+        names.append("unrounded")
     return tuple(names)

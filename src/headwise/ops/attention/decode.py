@@ -94,6 +94,7 @@ def _is_part_of(v_cache: Any, k_cache: Any) -> bool:
 def _check(
     op: str, q: Any, k_cache: Any, v_cache: Any, lengths: Any, kv_starts: Any, block_table: Any, sink: Any,
     window: Window, scale: float | None, softcap: float | None, num_splits: int | None, values_in_keys: bool = False,
+    unrounded: bool = False,
 ) -> Decode:  # fmt: skip
     _checks.floating(op, "q", q)
     if q.dim() not in (3, 4):
@@ -119,7 +120,7 @@ def _check(
     _arguments.per_head(op, sink, q, heads)
     if num_splits is not None:
         _checks.whole(op, "num_splits", num_splits, 1)
-    flags = _arguments.flags(op, q, True, window, scale, softcap)
+    flags = _arguments.flags(op, q, True, window, scale, softcap, unrounded=unrounded)
     return Decode(q, k_cache, v_cache, lengths, kv_starts, block_table, sink, flags, num_splits or 0, values_in_keys)
 
 
@@ -146,7 +147,10 @@ def _validate(args: Decode) -> None:
 def _fake(args: Decode) -> tuple[Tensor, Tensor]:
     q, value_dim = args.q, args.v_cache.shape[3]
     lse = q.new_empty(q.shape[:-1], dtype=layout.statistics_dtype(q.dtype))
-    return q.new_empty((*q.shape[:2], value_dim)) if q.dim() == 3 else layout.empty_like_heads(q, value_dim), lse
+    dtype = args.flags.result_dtype(q.dtype)
+    if q.dim() == 3:
+        return q.new_empty((*q.shape[:2], value_dim), dtype=dtype), lse
+    return layout.empty_like_heads(q, value_dim, dtype), lse
 
 
 def _differentiate(saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:

@@ -131,7 +131,7 @@ def attention_backward(
 def _check(
     op: str, q: Any, k: Any, v: Any, mask: Any, bias: Any, sink: Any, kv_lengths: Any, q_lengths: Any, kv_starts: Any,
     seed: Any, causal: bool, window: Window, scale: float | None, softcap: float | None, deterministic: bool,
-    dropout: float,
+    dropout: float, unrounded: bool = False,
 ) -> Attention:  # fmt: skip
     _arguments.qkv(op, q, k, v, 4, LETTERS)
     batch, heads, _, head_dim = q.shape
@@ -140,7 +140,7 @@ def _check(
     _arguments.grouped_heads(op, heads, k.shape[1])
     _arguments.optional_inputs(op, q, k, mask, bias, sink, kv_lengths, q_lengths, kv_starts)
     _arguments.check_seed(op, seed, q)
-    flags = _arguments.flags(op, q, causal, window, scale, softcap, deterministic, dropout)
+    flags = _arguments.flags(op, q, causal, window, scale, softcap, deterministic, dropout, unrounded)
     return Attention(
         q, k, v, mask, bias, sink, kv_lengths, q_lengths, kv_starts, None, flags, dropout_seed=seed
     )  # fmt: skip
@@ -150,10 +150,11 @@ def _check_backward(
     op: str, grad_out: Any, grad_lse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, mask: Any, bias: Any, sink: Any,
     kv_lengths: Any, q_lengths: Any, kv_starts: Any, seed: Any, causal: bool, window: Window, scale: float | None,
     softcap: float | None, deterministic: bool, dropout: float, need_bias_grad: bool, need_sink_grad: bool,
+    unrounded: bool = False,
 ) -> AttentionBackward:  # fmt: skip
     forward = _check(
         op, q, k, v, mask, bias, sink, kv_lengths, q_lengths, kv_starts, seed, causal, window, scale, softcap,
-        deterministic, dropout,
+        deterministic, dropout, unrounded,
     )  # fmt: skip
     shape = (*q.shape[:3], v.shape[3])
     _arguments.saved_results(op, grad_out, grad_lse, out, lse, q, shape, shape[:3], ("(B, Hq, Sq, Dv)", "(B, Hq, Sq)"))
@@ -176,12 +177,13 @@ def _validate(args: Attention) -> None:
 def _fake(args: Attention) -> tuple[Tensor, Tensor]:
     q = args.q
     lse = q.new_empty(q.shape[:3], dtype=layout.statistics_dtype(q.dtype))
-    return layout.empty_like_heads(q, args.v.shape[3]), lse
+    return layout.empty_like_heads(q, args.v.shape[3], args.flags.result_dtype(q.dtype)), lse
 
 
 def _fake_backward(args: AttentionBackward) -> tuple[Tensor | None, ...]:
     forward = args.forward
-    dq, dk, dv = (layout.empty_heads_inside(x) for x in (forward.q, forward.k, forward.v))
+    dtype = forward.flags.result_dtype(forward.q.dtype)
+    dq, dk, dv = (layout.empty_heads_inside(x, dtype) for x in (forward.q, forward.k, forward.v))
     return dq, dk, dv, *fake_bias_and_sink(args)
 
 

@@ -97,7 +97,7 @@ def attention_varlen_backward(
     seed = _arguments.given_seed("attention_varlen_backward", q, dropout, dropout_seed) if dropout else None
     grads = _backward(
         (grad_out, grad_lse, out, lse, q, k, v, None, None, sink, *_NOT_PACKED, cu_seqlens_q, cu_seqlens_k, seed),
-        (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic, dropout, need_sink_grad),
+        (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic, dropout, False, need_sink_grad),
         backend,
     )
     return _arguments.gradients_asked_for(grads, None, False, need_sink_grad)
@@ -107,6 +107,7 @@ def _check(
     op: str, q: Any, k: Any, v: Any, mask: None, bias: None, sink: Any, kv_lengths: None, q_lengths: None,
     kv_starts: None, cu_seqlens_q: Any, cu_seqlens_k: Any, seed: Any, max_seqlen_q: Any, max_seqlen_k: Any,
     causal: bool, window: Window, scale: float | None, softcap: float | None, deterministic: bool, dropout: float,
+    unrounded: bool = False,
 ) -> Attention:  # fmt: skip
     _arguments.qkv(op, q, k, v, 3, LETTERS)
     _checks.shape(op, "v", v, (k.shape[0], k.shape[1], v.shape[2]), "(Tk, Hk, Dv)")
@@ -126,7 +127,7 @@ def _check(
     _checks.whole(op, "max_seqlen_k", max_seqlen_k, 0)
     _arguments.per_head(op, sink, q, q.shape[1])
     _arguments.check_seed(op, seed, q)
-    flags = _arguments.flags(op, q, causal, window, scale, softcap, deterministic, dropout)
+    flags = _arguments.flags(op, q, causal, window, scale, softcap, deterministic, dropout, unrounded)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return Attention(q, k, v, None, None, sink, *_NOT_PACKED, packing, flags, dropout_seed=seed)
 
@@ -164,11 +165,12 @@ def _validate(args: Attention) -> None:
 def _fake(args: Attention) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = args.q.shape
     lse = args.q.new_empty((heads, tokens), dtype=layout.statistics_dtype(args.q.dtype))
-    return args.q.new_empty((tokens, heads, args.v.shape[2])), lse
+    return args.q.new_empty((tokens, heads, args.v.shape[2]), dtype=args.flags.result_dtype(args.q.dtype)), lse
 
 
 def _fake_backward(args: AttentionBackward) -> tuple[Tensor | None, ...]:
-    dq, dk, dv = (x.new_empty(x.shape) for x in (args.forward.q, args.forward.k, args.forward.v))
+    dtype = args.forward.flags.result_dtype(args.forward.q.dtype)
+    dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (args.forward.q, args.forward.k, args.forward.v))
     return dq, dk, dv, *fake_bias_and_sink(args)
 
 

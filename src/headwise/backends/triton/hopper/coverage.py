@@ -212,6 +212,8 @@ def _not_covered(args: Attention, widest: int) -> str | None:
             return f"it reads no {name} yet"
     if args.flags.dropout:
         return "it drops no probabilities"
+    if args.flags.unrounded:
+        return "it writes results in the dtype of q, and those of this call stay float32"
     if value_dim != head_dim:
         if head_dim not in UNEQUAL or value_dim not in UNEQUAL_VALUES or value_dim % 8:
             return (
