@@ -41,11 +41,34 @@ def round_in_the_interpreter():
     interpreter.InterpreterBuilder.cast_impl = rounding_cast
 
 
+def patch_the_language_once():
+    """Triton's interpreter patches its language at every call of a device function: a third of its time. Once is enough."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, restore = interpreter._patch_lang, interpreter._LangPatchScope.restore
+    patched = set()  # by the launch that runs: which of `tl` and `tl.core` the modules of its functions name
+
+    def patch_once(fn):
+        languages = frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
+        if languages in patched:
+            return interpreter._LangPatchScope()  # of a device function, which nobody restores
+        patched.add(languages)
+        return patch(fn)
+
+    def restore_and_forget(scope):
+        patched.clear()
+        restore(scope)
+
+    interpreter._patch_lang, interpreter._LangPatchScope.restore = patch_once, restore_and_forget
+
+
 def pytest_configure(config):
     os.environ.pop("COLUMNS", None)  # a worker of xdist has one; tests that are about widths set their own
     config.addinivalue_line("markers", "slow: more of what other tests find faults with; `make test-all` runs them")
     if settings.triton_interpret:
         round_in_the_interpreter()
+        patch_the_language_once()
     if hasattr(config, "workerinput"):
         # Several processes with as many threads each as there are cores wait for each other most of the time.
         torch.set_num_threads(1)

@@ -10,24 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from headwise.benchmark import inputs, memory, report, timing
-from headwise.benchmark.case import (
-    OURS,
-    Absent,
-    AtLeast,
-    Bandwidth,
-    BenchCase,
-    BenchSuite,
-    Contender,
-    MemoryShare,
-    PeakMemory,
-    SameRate,
-    TimeLimit,
-    Within,
-    concerned,
-    matches,
-)
+from headwise.benchmark.case import OURS, Absent, BenchCase, BenchSuite, Contender, concerned, matches
 from headwise.benchmark.correctness import WholeCheck, oracle
 from headwise.benchmark.plot import save_ratios
+from headwise.benchmark.requirements import AtLeast, Bandwidth, MemoryShare, PeakMemory, SameRate, TimeLimit, Within
 from headwise.benchmark.runner import run_case
 from headwise.benchmark.suites import SUITES, load, models, transformers_models
 from headwise.benchmark.suites.attention import (

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from headwise.benchmark import inputs, report, timing
-from headwise.benchmark.case import OURS, AtLeast, Bandwidth, BenchCase, PeakMemory, SameRate, Within
+from headwise.benchmark.case import OURS, BenchCase
+from headwise.benchmark.requirements import AtLeast, Bandwidth, Measurement, PeakMemory, SameRate, Within
 from headwise.benchmark.roofs import Roof
-from headwise.benchmark.runner import CaseResult, Measurement, run_case
+from headwise.benchmark.runner import CaseResult, run_case
 from headwise.benchmark.suites import cuda
 from headwise.benchmark.suites.peers import CUDNN, FA2, FLEX
 from headwise.cli import main

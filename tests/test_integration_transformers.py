@@ -13,6 +13,7 @@ from transformers_models import (
     NEW,
     Float64Throughout,
     build,
+    compiled_in_one_graph,
     in_float64,
     padding,
     pair,
@@ -174,13 +175,7 @@ def test_autocast(dtype):
 def test_compiled():
     """torch.compile of the whole model, masks included, in one graph; packed position_ids as well, without a mask."""
     eager, ours = pair(BY_NAME["mistral"])
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph.print_readable(print_output=False))
-        return graph.forward
-
-    compiled = torch.compile(ours, fullgraph=True, backend=backend)
+    compiled, graphs = compiled_in_one_graph(ours)
     packed = torch.cat([torch.arange(15), torch.arange(LONG - 15)]).expand(2, -1)
     for inputs, op in (
         ({"attention_mask": padding("left")}, "attention_forward"),
@@ -206,14 +201,8 @@ def test_every_model_compiled(model):
     for net in (eager, ours):
         net.config._experts_implementation = "batched_mm"  # the others loop over experts that only the data knows
     inputs, counted = inputs_of(model.name, "left")
-    graphs = []
-
-    def backend(graph, given):
-        graphs.append(graph.print_readable(print_output=False))
-        return graph.forward
-
     torch._dynamo.reset()
-    compiled = torch.compile(ours, fullgraph=True, backend=backend)
+    compiled, graphs = compiled_in_one_graph(ours)
     result = logits_and_gradients(compiled, inputs, counted, torch.float32)
     expected = logits_and_gradients(eager, inputs, counted, torch.float32)
     (graph,) = graphs

@@ -55,15 +55,8 @@ FUNCTIONS = dict(functions())
 # queries, position of the first, keys, position of the first key: no cache; a cache; one that slides; the free end of a
 # static one, before and behind its first token.
 PLACES = [
-    (9, 0, 9, 0),
-    (3, 6, 9, 0),
-    (1, 8, 9, 0),
-    (1, 11, 5, 7),
-    (4, 11, 8, 7),
-    (5, 0, 12, 0),
-    (1, 4, 12, 0),
-    (2, 3, 12, 0),
-]
+    (9, 0, 9, 0), (3, 6, 9, 0), (1, 8, 9, 0), (1, 11, 5, 7), (4, 11, 8, 7), (5, 0, 12, 0), (1, 4, 12, 0), (2, 3, 12, 0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -12,7 +12,16 @@ import pytest
 import torch
 from test_integration_transformers import hold, inputs_of
 from torch import nn
-from transformers_models import BY_NAME, MODELS, NEW, Float64Throughout, build, in_float64, tokens
+from transformers_models import (
+    BY_NAME,
+    MODELS,
+    NEW,
+    Float64Throughout,
+    build,
+    compiled_in_one_graph,
+    in_float64,
+    tokens,
+)
 
 import headwise.integrations.transformers as adapter
 from headwise import testing
@@ -548,14 +557,9 @@ def test_generate(calls):
 def test_compiled():
     """One graph, with our ops in it. The loss is left to the compiler."""
     own, ours = models(BY_NAME["llama"])
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph.print_readable(print_output=False))
-        return graph.forward
-
     ids, labels = labelled()
-    result = torch.compile(ours.train(), fullgraph=True, backend=backend)(ids, labels=labels).loss
+    compiled, graphs = compiled_in_one_graph(ours.train())
+    result = compiled(ids, labels=labels).loss
     torch.testing.assert_close(result, own.train()(ids, labels=labels).loss, rtol=1e-5, atol=0)
     assert len(graphs) == 1
     assert "headwise.rms_norm_forward" in graphs[0]

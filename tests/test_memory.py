@@ -43,6 +43,13 @@ def allocations(device: str, run: Callable[[], Any]) -> tuple[int, int]:
     return largest, peak
 
 
+def assert_no_square_array(backend: str, run: Callable[[], Any]) -> None:
+    largest, peak = allocations(DEVICE[backend], run)
+    # One byte per pair of query and key would be S² = 64 MiB; a tensor like q is 1 MiB.
+    assert largest < S * S // 4
+    assert peak < S * S
+
+
 def test_allocations_are_seen():
     def run() -> None:
         x = torch.ones(1000, 1000)
@@ -83,10 +90,7 @@ def test_attention_needs_no_square_array(backend, feature):
         out = hw.attention(**x, **flags, backend=backend)
         torch.autograd.grad(out, list(x.values()), grad)
 
-    largest, peak = allocations(DEVICE[backend], run)
-    # One byte per pair of query and key would be S² = 64 MiB; a tensor like q is 1 MiB.
-    assert largest < S * S // 4
-    assert peak < S * S
+    assert_no_square_array(backend, run)
 
 
 @on_every_backend
@@ -100,9 +104,7 @@ def test_packed_attention_needs_no_square_array(backend):
         out = hw.attention_varlen(q, k, v, bounds, bounds, 4900, 4900, causal=True, backend=backend)
         torch.autograd.grad(out, (q, k, v), grad)
 
-    largest, peak = allocations(DEVICE[backend], run)
-    assert largest < S * S // 4
-    assert peak < S * S
+    assert_no_square_array(backend, run)
 
 
 @on_every_backend

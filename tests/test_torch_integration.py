@@ -131,6 +131,16 @@ def test_opcheck(backend, name):
 # torch.compile
 
 
+def assert_equals_direct(
+    step: Callable[..., Any], expected: Callable[..., Any], x: dict[str, Tensor], grads: tuple[Tensor, ...]
+) -> None:
+    """Results and gradients of ``step`` are those of ``expected`` in float64."""
+    results = direct.results_of(step, x, grads)
+    truth = direct.results_of(expected, x, grads, torch.float64)
+    for name, value in results.items():
+        torch.testing.assert_close(value.double(), truth[name], rtol=1e-4, atol=1e-5, msg=lambda s, n=name: f"{n}: {s}")
+
+
 @on_every_backend
 def test_compiled_attention_takes_new_lengths_without_recompiling(backend):
     torch._dynamo.reset()
@@ -160,12 +170,7 @@ def test_compiled_attention_takes_new_lengths_without_recompiling(backend):
             return out * 2, lse
 
         grads = (m.normal(B, 4, Sq, 8), m.normal(B, 4, Sq))
-        results = direct.results_of(lambda lengths=lengths, **t: step(**t, lengths=lengths), x, grads)
-        truth = direct.results_of(expected, x, grads, torch.float64)
-        for name, value in results.items():
-            torch.testing.assert_close(
-                value.double(), truth[name], rtol=1e-4, atol=1e-5, msg=lambda s, n=name: f"{n}: {s}"
-            )
+        assert_equals_direct(lambda lengths=lengths, **t: step(**t, lengths=lengths), expected, x, grads)
     assert counter.frame_count == 1
 
 
@@ -186,14 +191,12 @@ def test_compiled_packed_attention_takes_new_lengths_without_recompiling(backend
         longest = [max(b - a for a, b in itertools.pairwise(cu)) for cu in (cu_q, cu_k)]
         bounds = (ints(backend, *cu_q), ints(backend, *cu_k), *longest)
         grads = (m.normal(cu_q[-1], 4, 8), m.normal(4, cu_q[-1]))
-        results = direct.results_of(lambda q, k, v, b=bounds: step(q, k, v, *b), x, grads)
-        truth = direct.results_of(
-            lambda q, k, v, a=cu_q, b=cu_k: direct.varlen(q, k, v, a, b, causal=True), x, grads, torch.float64
+        assert_equals_direct(
+            lambda q, k, v, b=bounds: step(q, k, v, *b),
+            lambda q, k, v, a=cu_q, b=cu_k: direct.varlen(q, k, v, a, b, causal=True),
+            x,
+            grads,
         )
-        for name, value in results.items():
-            torch.testing.assert_close(
-                value.double(), truth[name], rtol=1e-4, atol=1e-5, msg=lambda s, n=name: f"{n}: {s}"
-            )
     assert counter.frame_count == 1
 
 
@@ -239,12 +242,7 @@ def test_compiled_probs_and_merge(backend):
     for Sq, Sk in ((20, 30), (35, 64)):
         x = {"q": m.normal(2, 4, Sq, 16), "k": m.normal(2, 2, Sk, 16), "v": m.normal(2, 2, Sk, 8)}
         grads = (m.normal(2, 4, 2, Sk), m.normal(2, 4, Sq, 8), m.normal(2, 4, Sq))
-        results = direct.results_of(step, x, grads)
-        truth = direct.results_of(expected, x, grads, torch.float64)
-        for name, value in results.items():
-            torch.testing.assert_close(
-                value.double(), truth[name], rtol=1e-4, atol=1e-5, msg=lambda s, n=name: f"{n}: {s}"
-            )
+        assert_equals_direct(step, expected, x, grads)
 
 
 @on_every_backend

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from headwise.benchmark import timing
-from headwise.benchmark.case import Absent, AtLeast, FlopRate, SameRate, TimeLimit, Within
+from headwise.benchmark.case import Absent
+from headwise.benchmark.requirements import AtLeast, FlopRate, SameRate, TimeLimit, Within
 from headwise.benchmark.runner import NOTHING_CROSSED, run_case
 from headwise.benchmark.suites import onnx_webgpu, webgpu
 from headwise.cli import main

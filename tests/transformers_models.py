@@ -174,3 +174,14 @@ def padding(side: str | None, batch: int = 2, length: int = LONG, missing: int =
     if side == "hole":
         mask[0, 5 : 5 + missing] = 0
     return mask
+
+
+def compiled_in_one_graph(model: torch.nn.Module) -> tuple[Any, list[str]]:
+    """The model under torch.compile, and a list that the text of each graph will be put into."""
+    graphs: list[str] = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    return torch.compile(model, fullgraph=True, backend=backend), graphs

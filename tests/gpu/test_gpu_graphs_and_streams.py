@@ -112,12 +112,18 @@ def test_a_graph_replays_over_fresh_inputs(call):
         assert same_bits(captured, run(fresh)), f"inputs {seed}"
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_two_streams_at_once(call):
-    run, make = CALLS[call]
+def two_calls(name: str) -> tuple[Run, list[list[Tensor]], list[tuple[Tensor, ...]]]:
+    """A call, two sets of its inputs, and the results of both, all there."""
+    run, make = CALLS[name]
     inputs = [make(seed) for seed in (1, 2)]
     expected = [run(x) for x in inputs]
     torch.cuda.synchronize()
+    return run, inputs, expected
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_two_streams_at_once(call):
+    run, inputs, expected = two_calls(call)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for _ in range(20):
         results = []
@@ -130,10 +136,7 @@ def test_two_streams_at_once(call):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_two_threads_with_a_stream_each(call):
-    run, make = CALLS[call]
-    inputs = [make(seed) for seed in (1, 2)]
-    expected = [run(x) for x in inputs]
-    torch.cuda.synchronize()
+    run, inputs, expected = two_calls(call)
     problems: list[str] = []
 
     def work(index: int) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from headwise.benchmark.requirements import PeerRequirement, Requirement
 from headwise.benchmark.timing import Plan, Timed
 from headwise.testing import Arguments, Maker, Outputs
 
@@ -54,108 +55,9 @@ class Contender:
     explicit: bool = False
 
 
-class Requirement:
-    """What is required of ours. Both texts are formats of the requirement; the brief one stands in a column of its peer."""
-
-    text: ClassVar[str]
-    brief_text: ClassVar[str] = ""  # "": the text
-
-    def __str__(self) -> str:
-        return self.text.format(self)
-
-    @property
-    def brief(self) -> str:
-        return (self.brief_text or self.text).format(self)
-
-
-@dataclass(frozen=True)
-class AtLeast(Requirement):
-    """Ours must be at least ``ratio`` times as fast as ``peer``."""
-
-    ratio: float
-    peer: str
-    text = "≥ {0.ratio:g}× as fast as {0.peer}"
-    brief_text = "≥ {0.ratio:g}×"
-
-
-@dataclass(frozen=True)
-class Within(Requirement):
-    """Ours may take at most ``factor`` times as long as ``peer`` (a yardstick)."""
-
-    factor: float
-    peer: str
-    text = "≤ {0.factor:g}× the time of {0.peer}"
-    brief_text = "≥ {0.ratio:.2f}×"
-
-    @property
-    def ratio(self) -> float:
-        return 1 / self.factor
-
-
-@dataclass(frozen=True)
-class SameRate(Requirement):
-    """Ours must do at least ``share`` of the operations per second of ``peer``, a yardstick with work of its own."""
-
-    share: float
-    peer: str
-    text = "≥ {0.share:g} of the FLOP rate of {0.peer}"
-    brief_text = "≥ {0.share:g} of its rate"
-
-
-@dataclass(frozen=True)
-class PeakMemory(Requirement):
-    """Ours may hold at most ``limit`` bytes beyond its inputs, results included."""
-
-    limit: int
-    reason: str
-    text = "extra memory ≤ {0.reason}"
-    brief_text = "≤ {0.mebibytes:.4g} MiB"
-
-    @property
-    def mebibytes(self) -> float:
-        return self.limit / 2**20
-
-
-@dataclass(frozen=True)
-class MemoryShare(Requirement):
-    """Ours may hold at most ``share`` of what ``peer`` holds at its worst moment, the inputs included."""
-
-    share: float
-    peer: str
-    text = "memory ≤ {0.share:g} of that of {0.peer}"
-    brief_text = "≤ {0.share:g} of its memory"
-
-
-@dataclass(frozen=True)
-class Bandwidth(Requirement):
-    """Ours must move its counted bytes at ``terabytes`` per second or faster."""
-
-    terabytes: float
-    text = "≥ {0.terabytes:.3g} TB/s"
-
-
-@dataclass(frozen=True)
-class FlopRate(Requirement):
-    """Ours must do its counted operations at ``teraflops`` per second or faster."""
-
-    teraflops: float
-    text = "≥ {0.teraflops:.3g} TFLOP/s"
-
-
-@dataclass(frozen=True)
-class TimeLimit(Requirement):
-    """A call of ours may take at most ``microseconds``."""
-
-    microseconds: float
-    text = "≤ {0.microseconds:g} µs"
-
-
 def concerned(requirement: Requirement) -> str:
     """The contender that a requirement compares ours with; ours, if it compares with none."""
-    match requirement:
-        case AtLeast(_, peer) | Within(_, peer) | SameRate(_, peer) | MemoryShare(_, peer):
-            return peer
-    return OURS
+    return requirement.peer if isinstance(requirement, PeerRequirement) else OURS
 
 
 class Check(Protocol):

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from headwise.benchmark.case import OURS, AtLeast, SameRate, Within, concerned
+from headwise.benchmark.case import OURS, concerned
+from headwise.benchmark.requirements import Measurement, PeerRequirement
 from headwise.benchmark.roofs import Roof
-from headwise.benchmark.runner import CaseResult, Measurement
+from headwise.benchmark.runner import CaseResult
 from headwise.benchmark.timing import Spread
 
 
@@ -129,13 +130,11 @@ def required_ratio(result: CaseResult, measured: Measurement) -> float | None:
     """What the ratio to this contender must reach."""
     ours = result.measurement(OURS)
     for requirement in result.case.requirements:
-        match requirement:
-            case AtLeast(ratio, measured.contender):
-                return ratio
-            case Within(factor, measured.contender):
-                return 1 / factor
-            case SameRate(share, measured.contender) if ours is not None:
-                return share * measured.flops / ours.flops
+        if ours is None or not isinstance(requirement, PeerRequirement) or requirement.peer != measured.contender:
+            continue
+        needed = requirement.needed_ratio(ours, measured)
+        if needed is not None:
+            return needed
     return None
 
 

@@ -14,40 +14,12 @@ from torch import Tensor
 
 from headwise.backends.registry import use_backend
 from headwise.benchmark import correctness, inputs, memory, timing
-from headwise.benchmark.case import (
-    OURS,
-    Absent,
-    AtLeast,
-    Bandwidth,
-    BenchCase,
-    BenchSuite,
-    Contender,
-    FlopRate,
-    MemoryShare,
-    OwnLeaves,
-    PeakMemory,
-    Requirement,
-    SameRate,
-    TimeLimit,
-    Within,
-)
+from headwise.benchmark.case import OURS, Absent, BenchCase, BenchSuite, Contender, OwnLeaves, concerned
+from headwise.benchmark.requirements import Figures, Measurement, Requirement
 from headwise.testing import Arguments, Maker, Outputs, TensorError, compare_all, upcast
 
 Status = Literal["ok", "refused", "error"]
 Outcome = Literal["met", "missed", "not judged"]
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One contender of one case."""
-
-    contender: str
-    yardstick: bool
-    flops: float  # that of the case, unless it is a yardstick with its own work
-    seconds: timing.Spread
-    rounds: int
-    peak_extra_bytes: int
-    ratio: timing.Spread | None  # its time over ours, paired by round; None for ours
 
 
 @dataclass(frozen=True)
@@ -340,31 +312,8 @@ def _refusal(result: CaseResult, runners: dict[str, _Runner], arguments: Argumen
 
 
 def _outcome(result: CaseResult, requirement: Requirement) -> Outcome:
-    good: bool | None = None
     ours = result.measurement(OURS)
     assert ours is not None
-    match requirement:
-        case AtLeast(least, peer):
-            good = _reaches(result.measurement(peer), least)
-        case Within(factor, peer):
-            good = _reaches(result.measurement(peer), 1 / factor)
-        case SameRate(share, peer):
-            other = result.measurement(peer)
-            good = _reaches(other, share * other.flops / ours.flops) if other is not None else None
-        case PeakMemory(limit):
-            good = ours.peak_extra_bytes <= limit
-        case MemoryShare(share, peer):
-            other, held = result.measurement(peer), result.input_bytes
-            if other is not None:
-                good = held + ours.peak_extra_bytes <= share * (held + other.peak_extra_bytes)
-        case Bandwidth(terabytes):
-            good = result.case.bytes / ours.seconds.median >= terabytes * 1e12
-        case FlopRate(teraflops):
-            good = ours.flops / ours.seconds.median >= teraflops * 1e12
-        case TimeLimit(microseconds):
-            good = ours.seconds.median <= microseconds * 1e-6
+    peer = result.measurement(concerned(requirement))
+    good = requirement.met(Figures(ours, peer, result.case.bytes, result.input_bytes))
     return "not judged" if good is None else "met" if good else "missed"
-
-
-def _reaches(measured: Measurement | None, ratio: float) -> bool | None:
-    return None if measured is None or measured.ratio is None else measured.ratio.median >= ratio

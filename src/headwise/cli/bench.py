@@ -28,7 +28,8 @@ from rich.text import Text
 from headwise.backends.registry import availability
 from headwise.benchmark import report, roofs
 from headwise.benchmark.case import OURS, BenchCase, BenchSuite, concerned, matches
-from headwise.benchmark.runner import NOTHING_CROSSED, CaseResult, Measurement, Verdict, run_case
+from headwise.benchmark.requirements import Measurement
+from headwise.benchmark.runner import NOTHING_CROSSED, CaseResult, Verdict, run_case
 from headwise.benchmark.suites import SUITES, load
 from headwise.cli import _bench_report, _terminal, env
 from headwise.ops._checks import short

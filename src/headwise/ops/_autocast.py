@@ -20,15 +20,15 @@ _KEYS = functools.reduce(
     torch._C.DispatchKeySet.__or__,
     [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{name}")) for name in _NAMES],
 )
-# Without an autocast of their own, or with one that `disabled` has no key for. Arrays on a GPU that PyTorch does not know
-# are "meta" where another device is the accelerator of the process.
+# Devices without autocast, or whose autocast has no key in `_KEYS`. Arrays on a GPU that PyTorch does not know are "meta"
+# where another device is the accelerator of the process.
 _LEFT_ALONE = ("meta", "mtia", "maia", "ipu")
 
 
 class Rule(NamedTuple):
     """What an op does with its tensors under autocast. float64 stays as it is, and so do whole numbers."""
 
-    to: Callable[[Sequence[torch.dtype], torch.dtype], torch.dtype]  # given the operands' dtypes, and that of autocast
+    dtype: Callable[[Sequence[torch.dtype], torch.dtype], torch.dtype]  # given the operands' dtypes and autocast's own
     # tensors[:operands] are cast. The others (a bias, a sink, weights of tokens) may stay float32 beside 16 bits.
     operands: int
 
@@ -59,12 +59,12 @@ def device_of(tensors: Sequence[Any]) -> str | None:
 
 
 def cast(rule: Rule, tensors: Sequence[Any], device: str) -> tuple[Any, ...]:
-    """The tensors of a call as the rule wants them. What is no tensor is left to the op's check."""
+    """The tensors of a call in the dtypes of the rule. Arguments of other types pass; the op's check refuses them."""
     operands = [x for x in tensors[: rule.operands] if _floating(x)]
     if not operands:
         return tuple(tensors)
-    wanted = rule.to([x.dtype for x in operands], torch.get_autocast_dtype(device))
-    count = len(tensors[: rule.operands])
+    wanted = rule.dtype([x.dtype for x in operands], torch.get_autocast_dtype(device))
+    count = len(tensors[: rule.operands])  # `rule.operands` may be negative
     made = []
     for i, x in enumerate(tensors):
         fits = not _floating(x) or x.dtype == torch.float64 or (i >= count and x.dtype == torch.float32)
@@ -77,9 +77,9 @@ def _floating(x: Any) -> bool:
 
 
 def lowered(*tensors: Any, rule: Rule | None = None) -> tuple[Any, ...]:
-    """The operands of a product that does not happen yet, or happens in other code, as autocast wants them now.
+    """Operands of a product that runs later, or in other code, cast as autocast would cast them now.
 
-    rule: of an op; None: all of them in autocast's dtype.
+    rule: that of the op; None: every operand gets autocast's dtype.
     """
     device = device_of(tensors)
     return tensors if device is None else cast(rule or Rule(low, len(tensors)), tensors, device)

@@ -202,7 +202,7 @@ class Op:
     def _under_autocast(
         self, key: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None, keep: bool
     ) -> tuple[Run | None, tuple[Any, ...]]:
-        """What casts and calls again without autocast; where the call has no key, the tensors, cast."""
+        """A cache entry that casts and calls again with autocast off. A call without a key gets cast tensors instead."""
         rule, device = self.autocast, _autocast.device_of(tensors)
         assert rule is not None
         if device is None:

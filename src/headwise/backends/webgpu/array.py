@@ -22,7 +22,7 @@ from torch import Tensor
 from headwise.backends.webgpu import runtime
 from headwise.backends.webgpu.capture_errors import ReadInCapture
 from headwise.backends.webgpu.storage import Layout, Region, Storage
-from headwise.backends.webgpu.subclass import ForSome, refused
+from headwise.backends.webgpu.subclass import VisibleToTwoCallers, refused
 from headwise.backends.webgpu.torch_device import DEVICE, NAME, REGISTERED, backward_in_this_thread
 
 OPERATORS: dict[Any, Callable[..., Any]] = {}  # PyTorch operators that arrays support; `aten` fills it
@@ -141,8 +141,8 @@ class Array(Tensor):
             return torch._utils._rebuild_parameter, (data, self.requires_grad, OrderedDict())
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, of_cpu
 
-    __tensor_flatten__ = ForSome(refused)
-    __tensor_unflatten__ = ForSome(refused)
+    __tensor_flatten__ = VisibleToTwoCallers(refused)
+    __tensor_unflatten__ = VisibleToTwoCallers(refused)
 
     def __coerce_same_metadata_as_tangent__(self, metadata: Any, expected: Any = None) -> Array:
         """A compiled backward was traced for plain tensors of the device: an array is one."""

@@ -60,16 +60,16 @@ def attention_backward(device: Device, args: Any) -> tuple[Region | None, ...]:
     batch, heads, q_length, _ = q.shape
     dropping = forward.dropout_seed is not None  # whose seed is in the last pair
     stats = device.empty((2 * batch + batch * heads * q_length + dropping, 2), torch.int32)
-    of_call = scores.of_call(device, forward, q, k, aux=stats, sink=False)
+    call_scores = scores.describe(device, forward, q, k, aux=stats, sink=False)
     group = heads // k.shape[1]
     problems = []
-    bound = (q, k, v, grad, out, *of_call.tensors.values(), *(x.written for x in results))
+    bound = (q, k, v, grad, out, *call_scores.tensors.values(), *(x.written for x in results))
     for cut in scores.pieces(device, batch, k.shape[1], *bound):
         piece = Piece(*cut, group)
         first_row = 2 * batch + (piece.batch * heads + piece.key_head * group) * q_length
         problem = Problem(
             piece, piece.of_queries(q), piece.of_keys(k), piece.of_keys(v), piece.of_queries(grad), stats, first_row,
-            piece.of_scores(of_call), forward.packing,
+            piece.of_scores(call_scores), forward.packing,
         )  # fmt: skip
         rows = _Forward(*(None if x is None else piece.of_queries(x) for x in (out, lse, grad_lse)))  # type: ignore[arg-type]
         grads = (piece.of_queries(results[0].written), *(piece.of_keys(x.written) for x in results[1:]))
@@ -85,14 +85,14 @@ def attention_backward(device: Device, args: Any) -> tuple[Region | None, ...]:
     if forward.packing is not None:
         dq, dk, dv = (x.with_shape(like.shape) for x, like in ((dq, forward.q), (dk, forward.k), (dv, forward.v)))
     dbias = bias_gradient(device, problems, bias, q.shape, k.shape) if args.need_bias and bias is not None else None
-    dsink = _sink_gradient(device, stats, sink, of_call) if args.need_sink and sink is not None else None
+    dsink = _sink_gradient(device, stats, sink, call_scores) if args.need_sink and sink is not None else None
     return dq, dk, dv, dbias, dsink
 
 
-def _sink_gradient(device: Device, stats: Region, sink: Region, of_call: scores.Scores) -> Region:
-    batch, heads, _, q_length, *_ = of_call.numbers
+def _sink_gradient(device: Device, stats: Region, sink: Region, call_scores: scores.Scores) -> Region:
+    batch, heads, _, q_length, *_ = call_scores.numbers
     dsink = device.empty((heads,), sink.dtype)
-    kernel = device.kernel("attention_stats_sink", dtype=DTYPES[sink.dtype], lengths=of_call.variant.lengths)
+    kernel = device.kernel("attention_stats_sink", dtype=DTYPES[sink.dtype], lengths=call_scores.variant.lengths)
     device.run(kernel, -(-heads // 2), (batch, heads, q_length, sink.strides[0]), sink=sink, stats=stats, dsink=dsink)
     return dsink
 

@@ -59,7 +59,7 @@ def attention_forward(device: Device, args: Any) -> tuple[Region, Region | None]
         written = out.written
         if args.packing is not None:
             q, k, v, written = (scores.heads_outside(x) for x in (q, k, v, written))
-        found = scores.of_call(device, args, q, k)
+        found = scores.describe(device, args, q, k)
         _run(device, _Problem(q, k, v, written, lse.with_leading(3), found), args)
     # The kernel always writes lse: a variant without it would be one more to compile.
     return scores.finish(device, out), lse if args.with_lse else None
@@ -147,16 +147,16 @@ def _most_keys(problem: _Problem, args: Any, rows: int) -> int:
 
 def _pieces(device: Device, problem: _Problem) -> Iterator[_Problem]:
     """The problem; or each head of each batch entry, if a tensor is larger than a kernel may bind."""
-    q, k, v, out, lse, of_call = problem
+    q, k, v, out, lse, call_scores = problem
     most = device.capabilities.binding_bytes
-    if all(x.storage.size <= most for x in (q, k, v, out, lse, *of_call.regions.values())):
+    if all(x.storage.size <= most for x in (q, k, v, out, lse, *call_scores.regions.values())):
         yield problem
         return
     for b in range(q.shape[0]):
         for head in range(q.shape[1]):
             one_q, one_out, one_lse = (x.narrow(0, b, 1).narrow(1, head, 1) for x in (q, out, lse))
-            one_k, one_v = (x.narrow(0, b, 1).narrow(1, head // of_call.numbers.group, 1) for x in (k, v))
-            yield _Problem(one_q, one_k, one_v, one_out, one_lse, of_call.narrow(b, 1, head, 1, 1))
+            one_k, one_v = (x.narrow(0, b, 1).narrow(1, head // call_scores.numbers.group, 1) for x in (k, v))
+            yield _Problem(one_q, one_k, one_v, one_out, one_lse, call_scores.narrow(b, 1, head, 1, 1))
 
 
 def _rows_at_once(device: Device, part: _Problem) -> list[tuple[int, int]]:

@@ -84,9 +84,9 @@ class Problem(NamedTuple):
         piece, length = self.piece, self.q.shape[2]
         q, grad = (x.narrow(0, batch, 1).narrow(1, head, 1) for x in (self.q, self.grad))
         k, v = (x.narrow(0, batch, 1).narrow(1, head // piece.group, 1) for x in (self.k, self.v))
-        of_call = piece.key_head * piece.group + head
+        head_of_call = piece.key_head * piece.group + head
         return self._replace(
-            piece=Piece(piece.batch + batch, 1, of_call // piece.group, 1, 1), q=q, k=k, v=v, grad=grad,
+            piece=Piece(piece.batch + batch, 1, head_of_call // piece.group, 1, 1), q=q, k=k, v=v, grad=grad,
             stats_first=self.stats_first + (batch * self.q.shape[1] + head) * length,
             scores=self.scores.narrow(batch, 1, head, 1, 1),
         )  # fmt: skip
@@ -177,22 +177,22 @@ def run_side(
     """One dispatch. results: dq or dk, and dv, where wanted, with all own rows.
 
     streamed: only this window of the other side; then q, k, v, grad, mask and bias have only the rows of both windows."""
-    q, k, v, grad, of_call = problem.q, problem.k, problem.v, problem.grad, problem.scores
+    q, k, v, grad, call_scores = problem.q, problem.k, problem.v, problem.grad, problem.scores
     first, second = results
     queries, keys = q.shape[2], k.shape[2]
     if problem.packing is not None:
         queries, keys = problem.packing.max_q, problem.packing.max_k
     summed = keys if side == QUERIES else queries * problem.piece.group  # rows: of all query heads of a key head
-    variant = of_call.variant
+    variant = call_scores.variant
     if side == QUERIES and streamed is None:
-        variant = of_call.wide_biases(math.gcd(own.tile.slots, 4))
+        variant = call_scores.wide_biases(math.gcd(own.tile.slots, 4))
     kernel = device.kernel(
         "attention_backward", side=side, dtype=DTYPES[q.dtype], first=q.shape[3] // 4, second=v.shape[3] // 4,
         want_first=first is not None, want_second=second is not None, variant=variant, **own.tile._asdict(),
         chain=tiles.chain(q.dtype, summed) if streamed is None else tiles.CHAIN, windowed=streamed is not None,
         to=DTYPES[next(x.dtype for x in results if x is not None)],
     )  # fmt: skip
-    regions = {"q": q, "k": k, "v": v, "grad": grad, "stats": problem.stats, **of_call.tensors}
+    regions = {"q": q, "k": k, "v": v, "grad": grad, "stats": problem.stats, **call_scores.tensors}
     parameters: tuple[float, ...] = (
         own.total, *window, problem.stats_first, *(streamed or ()), *(n for x in (q, k, v, grad) for n in scores.vectors(x)),
     )  # fmt: skip
@@ -203,7 +203,7 @@ def run_side(
     if own.entries is not None:
         regions["tiles"] = own.entries
     heads = (q if side == QUERIES else k).shape[1]
-    device.run(kernel, q.shape[0] * heads * own.total, parameters + of_call.parameters, **regions)
+    device.run(kernel, q.shape[0] * heads * own.total, parameters + call_scores.parameters, **regions)
 
 
 # -------------------------------------------------------------------------------------------------------- tile sizes

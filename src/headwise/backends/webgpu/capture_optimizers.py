@@ -28,7 +28,7 @@ class _Group(NamedTuple):
 
 
 class Optimizers:
-    """Those that make a step inside of the block, and what their steps were recorded with."""
+    """The optimizers that step inside of the block, with the options and memory that their steps were recorded with."""
 
     def __init__(self, made_inside: Pool) -> None:
         """made_inside: the pool of what the block makes."""
@@ -41,12 +41,12 @@ class Optimizers:
         ]
 
     def recorded(self) -> None:
-        """The block is over."""
+        """Stop listening: the block is over."""
         for hook in self._hooks:
             hook.remove()
 
     def check(self) -> None:
-        """Before a replay: what was set since, or took the place of something, would be without effect."""
+        """Before a replay: an error if an option or a tensor was exchanged since, for the replay would not see it."""
         for optimizer, groups in self._recorded.values():
             name, now = type(optimizer).__name__, optimizer.param_groups
             if len(now) != len(groups) or any(a is not b.group for a, b in zip(now, groups, strict=True)):
@@ -132,7 +132,7 @@ def _memory(p: Any) -> Storage | None:
 
 
 def _fact(value: Any) -> Any:
-    """What a recording depends on: of a tensor on the GPU where it lies, of all else what it is."""
+    """What a recording depends on: the memory of a tensor on the GPU, the value of all else."""
     if isinstance(value, torch.Tensor):
         return _memory(value) or value.tolist()
     return tuple(_fact(x) for x in value) if isinstance(value, tuple) else value

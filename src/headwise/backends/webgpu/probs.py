@@ -119,7 +119,7 @@ class _Problem(NamedTuple):
 
 def _problem(device: Device, args: Any, grad: Region | None) -> _Problem:
     q, k = scores.aligned(device, args.q), scores.aligned(device, args.k)
-    found = _Problem(q, k, args.rows, scores.of_call(device, args, q, k, pack=False), grad, 1)
+    found = _Problem(q, k, args.rows, scores.describe(device, args, q, k, pack=False), grad, 1)
     return found._replace(micro=4) if found.lines > 16 else found
 
 
@@ -184,13 +184,13 @@ def _parts(
 
 
 def _records(device: Device, problem: _Problem, part: _Part, stats: Region) -> None:
-    rows, of_call = problem.rows, problem.scores
+    rows, call_scores = problem.rows, problem.scores
     kernel = device.kernel(
-        "probs", stage="stats", dtype=DTYPES[problem.q.dtype], variant=of_call.variant,
+        "probs", stage="stats", dtype=DTYPES[problem.q.dtype], variant=call_scores.variant,
         rows="" if rows is None else DTYPES[rows.dtype], grad=problem.grad is not None, to=False, raw=False,
         micro=problem.micro,
     )  # fmt: skip
-    regions, parameters = _inputs(problem, part, of_call, 1, 0)
+    regions, parameters = _inputs(problem, part, call_scores, 1, 0)
     if rows is not None:
         regions["rows"] = rows.narrow(0, part.line, part.lines)
     device.run(kernel, int(parameters[0]), parameters, **regions, stats=part.of(stats))
@@ -200,9 +200,9 @@ def _write(device: Device, problem: _Problem, part: _Part, stats: Region, to: Re
     written = {"to": to} if raw is None else {"to": to, "raw": raw}
     # The records already account for lengths and sinks.
     variant = problem.scores.variant._replace(lengths=False, sink=False)
-    of_call = problem.scores if variant.dropout else problem.scores._replace(aux=None)
+    call_scores = problem.scores if variant.dropout else problem.scores._replace(aux=None)
     columns = to.shape[3]
-    regions, parameters = _inputs(problem, part, of_call, -(-columns // _KEYS), columns)
+    regions, parameters = _inputs(problem, part, call_scores, -(-columns // _KEYS), columns)
     regions["stats"] = part.of(stats)
     # One after the other, if mask, bias and seed take up the buffers that a kernel may bind.
     together = [written] if len(regions) + len(written) <= 8 else [{name: x} for name, x in written.items()]
@@ -216,21 +216,21 @@ def _write(device: Device, problem: _Problem, part: _Part, stats: Region, to: Re
 
 
 def _inputs(
-    problem: _Problem, part: _Part, of_call: scores.Scores, key_tiles: int, columns: int
+    problem: _Problem, part: _Part, call_scores: scores.Scores, key_tiles: int, columns: int
 ) -> tuple[dict[str, Region], tuple[float, ...]]:
     """Bindings and parameters of either stage; the first parameter is the number of workgroups."""
     rows, grad, named = problem.rows, problem.grad, problem.rows is not None
     q, k = part.of_queries(problem.q, named), part.of_keys(problem.k, problem)
-    of_call = of_call.narrow(part.batch, part.batches, part.head, part.heads, of_call.numbers.group)
-    of_call = of_call.with_pairs({n: part.of_lines(x, named) for n, x in of_call.pairs.items()})
+    call_scores = call_scores.narrow(part.batch, part.batches, part.head, part.heads, call_scores.numbers.group)
+    call_scores = call_scores.with_pairs({n: part.of_lines(x, named) for n, x in call_scores.pairs.items()})
     tiles = -(-part.lines // (16 * problem.micro))
     parameters = (
         tiles * key_tiles * part.heads * part.batches, tiles, key_tiles, part.lines, columns, part.line, problem.d4,
         0 if rows is None else rows.strides[0], *scores.vectors(q), *scores.vectors(k),
-        *((0, 0, 0, 0) if grad is None else grad.strides), *of_call.parameters,
+        *((0, 0, 0, 0) if grad is None else grad.strides), *call_scores.parameters,
     )  # fmt: skip
     given = {} if grad is None else {"grad": part.of(grad)}
-    return {"q": q, "k": k, **of_call.regions, **given}, parameters
+    return {"q": q, "k": k, **call_scores.regions, **given}, parameters
 
 
 def _product(

@@ -129,7 +129,7 @@ class Scores(NamedTuple):
         return self._replace(variant=self.variant._replace(sink=False), aux=aux)
 
 
-def of_call(
+def describe(
     device: Device, args: Any, q: Region, k: Region, aux: Region | None = None, sink: bool = True, pack: bool = True
 ) -> Scores:
     """args: `Attention` or `Probs`. q ``(B, Hq, Sq, D)``, k ``(B, Hk, Sk, D)``; packed ones as ``(1, H, T, D)`` views.

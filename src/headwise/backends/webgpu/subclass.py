@@ -13,21 +13,21 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-_ASKING = "_python_dispatch.py"  # where PyTorch asks
-_HEARD = {("module.py", "_apply"), ("builder.py", "_wrap")}
+_CHECKS = "_python_dispatch.py"  # the file of PyTorch that looks for the attributes
+_CALLERS = {("module.py", "_apply"), ("builder.py", "_wrap")}
 
 
-class ForSome:
-    """An attribute that is there for the two callers."""
+class VisibleToTwoCallers:
+    """An attribute that the two callers above find, and nobody else."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def __get__(self, x: Any, owner: Any = None) -> Any:
         frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.endswith(_ASKING):
+        while frame is not None and frame.f_code.co_filename.endswith(_CHECKS):
             frame = frame.f_back
-        if frame is None or (_name(frame.f_code.co_filename), frame.f_code.co_name) not in _HEARD:
+        if frame is None or (_name(frame.f_code.co_filename), frame.f_code.co_name) not in _CALLERS:
             raise AttributeError("an array on WebGPU wraps no tensors")
         return self._function
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headwise as hw
-from headwise.benchmark.case import BenchCase, Contender, Direction, Requirement
+from headwise.benchmark.case import BenchCase, Contender, Direction
 from headwise.benchmark.correctness import WholeCheck, first_output, oracle
+from headwise.benchmark.requirements import Requirement
 from headwise.testing import Arguments, Maker, Outputs
 
 SDPA = "SDPA"

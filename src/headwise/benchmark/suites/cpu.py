@@ -6,7 +6,8 @@ from itertools import product
 
 import torch
 
-from headwise.benchmark.case import AtLeast, BenchCase, BenchSuite, Contender, Direction, PeakMemory, Within
+from headwise.benchmark.case import BenchCase, BenchSuite, Contender, Direction
+from headwise.benchmark.requirements import AtLeast, PeakMemory, Within
 from headwise.benchmark.suites import cpu_features, dropout, linear_loss, pointwise, training
 from headwise.benchmark.suites.attention import (
     BOTH,

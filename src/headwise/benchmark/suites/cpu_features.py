@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -12,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headwise as hw
-from headwise.benchmark.case import AtLeast, BenchCase, Contender, Direction, Within
+from headwise.backends.cpu.threads import one_thread
+from headwise.benchmark.case import BenchCase, Contender, Direction
 from headwise.benchmark.correctness import WholeCheck, oracle
+from headwise.benchmark.requirements import AtLeast, Within
 from headwise.benchmark.suites import pointwise, training
 from headwise.benchmark.suites.attention import BOTH, QKV, SDPA, attention_flops, ours, packed_case
 from headwise.benchmark.suites.decode import Cache, decode_case
@@ -97,18 +98,8 @@ def _one_key_head(shrink: int) -> BenchCase:
 
     return decode_case(
         "decode", Cache(1, 32768 // shrink, 8, 1, 128), "device", torch.float32,
-        peers=(Contender(ONE_THREAD, decode, scope=_one_thread),), requirements=(AtLeast(1.7, ONE_THREAD),),
+        peers=(Contender(ONE_THREAD, decode, scope=one_thread),), requirements=(AtLeast(1.7, ONE_THREAD),),
     )  # fmt: skip
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _small_ops(shrink: int) -> Iterator[BenchCase]:

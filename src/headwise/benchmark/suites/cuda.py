@@ -13,20 +13,8 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.benchmark.case import (
-    AtLeast,
-    Bandwidth,
-    BenchCase,
-    BenchSuite,
-    Contender,
-    Direction,
-    OwnLeaves,
-    PeakMemory,
-    Requirement,
-    SameRate,
-    TimeLimit,
-    Within,
-)
+from headwise.benchmark.case import BenchCase, BenchSuite, Contender, Direction, OwnLeaves
+from headwise.benchmark.requirements import AtLeast, Bandwidth, PeakMemory, Requirement, SameRate, TimeLimit, Within
 from headwise.benchmark.suites import dropout, linear_loss, pointwise, training
 from headwise.benchmark.suites.attention import (
     BOTH,

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.benchmark.case import BenchCase, Contender, Requirement
+from headwise.benchmark.case import BenchCase, Contender
 from headwise.benchmark.correctness import first_output, oracle
+from headwise.benchmark.requirements import Requirement
 from headwise.benchmark.timing import Timed
 from headwise.testing import Arguments, Maker, Outputs
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.benchmark.case import BenchCase, Contender, Direction, Requirement, Within
+from headwise.benchmark.case import BenchCase, Contender, Direction
+from headwise.benchmark.requirements import Requirement, Within
 from headwise.benchmark.suites.attention import (
     BOTH,
     PATTERNS,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from itertools import product
 
-from headwise.benchmark.case import AtLeast, BenchCase, BenchSuite, Contender, Direction
+from headwise.benchmark.case import BenchCase, BenchSuite, Contender, Direction
+from headwise.benchmark.requirements import AtLeast
 from headwise.benchmark.suites import hopper_features
 from headwise.benchmark.suites.attention import BOTH, PATTERNS, Shape, Visibility, attention_case
 from headwise.benchmark.suites.cuda import BF16, TOKENS, attention_table, random_packed_case, table_shape

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.benchmark.case import Absent, AtLeast, BenchCase, Contender
+from headwise.benchmark.case import Absent, BenchCase, Contender
 from headwise.benchmark.correctness import WholeCheck, oracle
+from headwise.benchmark.requirements import AtLeast
 from headwise.benchmark.suites.attention import BOTH, QKV, attention_bytes, attention_flops, ours
 from headwise.benchmark.suites.cuda import BF16, table_shape
 from headwise.benchmark.suites.peers import CUDNN, EFFICIENT, FLEX, sdpa_peers_of, tried

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.benchmark.case import BenchCase, Contender, OwnLeaves, Requirement, Within
+from headwise.benchmark.case import BenchCase, Contender, OwnLeaves
 from headwise.benchmark.correctness import WholeCheck, oracle
+from headwise.benchmark.requirements import Requirement, Within
 from headwise.benchmark.suites import training
 from headwise.benchmark.suites.attention import QKV, SDPA, Shape, Visibility, attention_case, packed_case, sdpa
 from headwise.benchmark.suites.training import TORCH, Setting

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headwise as hw
-from headwise.benchmark.case import Absent, BenchCase, Contender, PeakMemory, Requirement
+from headwise.benchmark.case import Absent, BenchCase, Contender
 from headwise.benchmark.correctness import first_output, oracle
+from headwise.benchmark.requirements import PeakMemory, Requirement
 from headwise.benchmark.suites.training import TORCH
 from headwise.testing import Arguments, Maker, Outputs
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from headwise.benchmark.case import AtLeast, BenchCase, BenchSuite, Contender, MemoryShare
+from headwise.benchmark.case import BenchCase, BenchSuite, Contender
 from headwise.benchmark.correctness import WholeCheck
+from headwise.benchmark.requirements import AtLeast, MemoryShare
 from headwise.benchmark.suites import transformers_models
 from headwise.nn import RotaryEmbedding, TransformerConfig, TransformerLM
 from headwise.testing import Arguments, Maker, Outputs

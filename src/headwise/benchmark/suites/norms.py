@@ -12,8 +12,9 @@ from torch import Tensor
 
 import headwise as hw
 from headwise import reference
-from headwise.benchmark.case import AtLeast, Bandwidth, BenchCase, Contender, Direction, Prepare
+from headwise.benchmark.case import BenchCase, Contender, Direction, Prepare
 from headwise.benchmark.correctness import WholeCheck, oracle
+from headwise.benchmark.requirements import AtLeast, Bandwidth
 from headwise.benchmark.suites.attention import BOTH
 from headwise.benchmark.suites.peers import tried
 from headwise.benchmark.suites.training import PLAIN, TORCH, Setting

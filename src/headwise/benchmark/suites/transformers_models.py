@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.benchmark.case import Absent, AtLeast, BenchCase, Contender, MemoryShare
+from headwise.benchmark.case import Absent, BenchCase, Contender
 from headwise.benchmark.correctness import WholeCheck
+from headwise.benchmark.requirements import AtLeast, MemoryShare
 from headwise.testing import Arguments, Maker, Outputs
 
 SDPA, LIGER = "Transformers, SDPA", "Transformers, Liger + SDPA"

@@ -11,19 +11,9 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.benchmark.case import (
-    AtLeast,
-    BenchCase,
-    BenchSuite,
-    Contender,
-    Direction,
-    FlopRate,
-    Requirement,
-    SameRate,
-    TimeLimit,
-    Within,
-)
+from headwise.benchmark.case import BenchCase, BenchSuite, Contender, Direction
 from headwise.benchmark.correctness import WholeCheck, first_output, oracle
+from headwise.benchmark.requirements import AtLeast, FlopRate, Requirement, SameRate, TimeLimit, Within
 from headwise.benchmark.suites import dropout, linear_loss, pointwise, training, webgpu_device, webgpu_features
 from headwise.benchmark.suites.attention import BOTH, PATTERNS, Shape, attention_case, attention_flops, ours
 from headwise.benchmark.suites.decode import Cache, decode_case

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from headwise.benchmark.case import BenchCase, Contender, Requirement, Within
+from headwise.benchmark.case import BenchCase, Contender
+from headwise.benchmark.requirements import Requirement, Within
 from headwise.benchmark.suites.attention import BOTH, PATTERNS, PLAIN, Shape, attention_case, plain
 from headwise.benchmark.suites.hopper_features import MASKS, LastHead
 from headwise.testing import Arguments, Maker

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from headwise.backends.triton.hopper.backward_rows import RECORD
+from headwise.backends.triton.hopper.blank_rows import blank_blind, blank_unseen
 from headwise.backends.triton.hopper.gluon_names import (
     Members,
     constexpr_function,
@@ -23,8 +24,6 @@ from headwise.backends.triton.hopper.gluon_names import (
 )
 from headwise.backends.triton.hopper.mailbox import post, read, wait_empty, wait_full
 from headwise.backends.triton.hopper.mask_words import (
-    blank_blind,
-    blank_unseen,
     entry_at,
     lists_of,
     seen_words,

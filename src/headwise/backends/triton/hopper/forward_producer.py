@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from headwise.backends.triton.hopper.blank_rows import blank_outside, blank_unseen
 from headwise.backends.triton.hopper.forward_schedule import (
     ROWS,
     answer,
@@ -19,11 +20,10 @@ from headwise.backends.triton.hopper.gluon_names import (
     gluon,
     load_tile,
     mbarrier,
-    reinterpret,
     thread_barrier,
 )
 from headwise.backends.triton.hopper.mailbox import wait_empty
-from headwise.backends.triton.hopper.mask_words import blank_unseen, entry_at, lists_of, seen_words
+from headwise.backends.triton.hopper.mask_words import entry_at, lists_of, seen_words
 from headwise.backends.triton.hopper.sequence_rows import load_rows
 
 
@@ -178,9 +178,9 @@ def _load_values(inputs, shared, count, cuts, source, call, keys, block, unseen,
             mbarrier.wait(arrived, cuts & 1)
             cuts += 1
             if X.cut:
-                _blank(ring.x0, at, here, past, X.keys, X.e0)
+                blank_outside(ring.x0, at, here, past, X.keys, X.e0)
                 if X.e1 > 0:
-                    _blank(ring.x1, at, here, past, X.keys, X.e1)
+                    blank_outside(ring.x1, at, here, past, X.keys, X.e1)
             if X.masked:
                 lists = lists_of(call.mask, source.batch, source.head)
                 seen, half = seen_words(call.mask, lists, block, X.keys)
@@ -207,24 +207,3 @@ def _load_block(
     load_rows(x0, source.batch, head, source.k_start, keys, row, 0, arrived, ring.x0.index(at), X.packed)
     if W1 > 0:
         load_rows(x1, source.batch, head, source.k_start, keys, row, W0, arrived, ring.x1.index(at), X.packed)
-
-
-@gluon.jit
-def _blank(values, at, first, past, KEYS: gl.constexpr, D: gl.constexpr):
-    """Zero the rows outside [first, past) of a block of values.
-
-    Shared memory holds columns of 64 elements (or all, if fewer), in groups of eight rows.
-    """
-    WIDTH: gl.constexpr = D if D < 64 else 64
-    GROUPS: gl.constexpr = KEYS // 8
-    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * WIDTH, 16, 2)
-    groups = reinterpret(values, [values.shape[0] * D // WIDTH * GROUPS, 8, WIDTH], SHARED)
-    row = gl.arange(0, 8, gl.SliceLayout(1, TILE))
-    for group in range(0, GROUPS):
-        if (group * 8 < first) | (group * 8 + 8 > past):
-            here = ((row + group * 8 >= first) & (row + group * 8 < past))[:, None]
-            for column in gl.static_range(D // WIDTH):
-                piece = groups.index((at * (D // WIDTH) + column) * GROUPS + group)
-                x = piece.load(TILE)
-                piece.store(gl.where(here, x, 0.0).to(x.dtype))

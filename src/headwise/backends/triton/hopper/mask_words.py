@@ -1,4 +1,4 @@
-"""How the Hopper kernels read a packed mask: the list of a tile, the words of its blocks, keys that nobody sees.
+"""How the Hopper kernels read a packed mask: the list of a tile, the words of its blocks, whether nobody sees a key.
 
 `mask_tiles` makes both, and says how bits lie in a word.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from headwise.backends.triton.hopper.gluon_names import gl, gluon, reinterpret
+from headwise.backends.triton.hopper.gluon_names import gl, gluon
 
 LIST_HEADER = gl.constexpr(2)  # numbers before the entries of a list
 
@@ -74,48 +74,6 @@ def only_visible(x, words, other):
     bit = 1 << (2 * eight[None, :, None, None] + pair[None, None, None, :])
     four = gl.where((words[:, None, :, None] & bit) != 0, four, other)
     return gl.convert_layout(four.reshape([ROWS, COLUMNS]), LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def blank_unseen(values, at, seen, half, members, step, KEYS: gl.constexpr, D: gl.constexpr):
-    """Zero the keys of a block in shared memory that nobody sees.
-
-    ``seen``, ``half``, ``members``, ``step``: as for `some_unseen`. Shared memory holds columns of 64 elements (or all, if
-    fewer), in groups of eight rows.
-    """
-    WIDTH: gl.constexpr = D if D < 64 else 64
-    GROUPS: gl.constexpr = KEYS // 8
-    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * WIDTH, 16, 2)
-    groups = reinterpret(values, [values.shape[0] * D // WIDTH * GROUPS, 8, WIDTH], SHARED)
-    row = gl.arange(0, 8, gl.SliceLayout(1, TILE))
-    words = gl.load(seen + row // 2)
-    for member in range(1, members):
-        words = words | gl.load(seen + member * step + row // 2)
-    words = words >> (half * 16)
-    for group in range(0, GROUPS):
-        here = (((words >> (2 * group + row % 2)) & 1) != 0)[:, None]
-        for column in gl.static_range(D // WIDTH):
-            piece = groups.index((at * (D // WIDTH) + column) * GROUPS + group)
-            x = piece.load(TILE)
-            piece.store(gl.where(here, x, 0.0).to(x.dtype))
-
-
-@gluon.jit
-def blank_blind(values, at, lse, ROWS: gl.constexpr, D: gl.constexpr):
-    """Zero the queries of a block in shared memory, or their gradients, that see nothing: their ``lse`` is +inf."""
-    WIDTH: gl.constexpr = D if D < 64 else 64
-    GROUPS: gl.constexpr = ROWS // 8
-    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * WIDTH, 16, 2)
-    groups = reinterpret(values, [values.shape[0] * D // WIDTH * GROUPS, 8, WIDTH], SHARED)
-    row = gl.arange(0, 8, gl.SliceLayout(1, TILE))
-    for group in range(0, GROUPS):
-        here = (gl.load(lse + group * 8 + row) != float("inf"))[:, None]
-        for column in gl.static_range(D // WIDTH):
-            piece = groups.index((at * (D // WIDTH) + column) * GROUPS + group)
-            x = piece.load(TILE)
-            piece.store(gl.where(here, x, 0.0).to(x.dtype))
 
 
 @gluon.jit
