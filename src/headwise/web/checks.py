@@ -52,7 +52,7 @@ class Row(NamedTuple):
     gradients: bool = True
 
 
-def _operators(a: Tensor, b: Tensor) -> Outputs:
+def _operators(a: Tensor, b: Tensor, long: Tensor) -> Outputs:
     """PyTorch's own operators."""
     ordered, places = torch.sort(a, dim=-1, stable=True)  # 16-bit numbers tie
     return {
@@ -63,6 +63,9 @@ def _operators(a: Tensor, b: Tensor) -> Outputs:
         "ordered": ordered,
         "scattered": a.scatter_add(-1, places, b),
         "convolved": torch.nn.functional.conv1d(a[:, None], b[:2, None, :3], stride=2, padding=1),
+        "few rows": a[:3] @ b.mT,
+        "parts of k": long @ long.mT,
+        "wide and back": a.double().to(a.dtype),
     }
 
 
@@ -71,25 +74,25 @@ def _sum_join_copy(arguments: Arguments, backend: str | None = None) -> Outputs:
     from headwise.backends.webgpu import copies, runtime
     from headwise.backends.webgpu.array import Array
 
-    a, b = arguments["a"], arguments["b"]
+    a, b, long = arguments["a"], arguments["b"], arguments["long"]
     device = runtime.device()
     copy = device.empty(tuple(a.shape), a.dtype)
     copies.copy_flat(device, region(a), copy)
     added = Array(copies.added(device, region(a), region(b)), device)
-    return {"sum": added, "copy": Array(copy, device)} | _operators(a, b)
+    return {"sum": added, "copy": Array(copy, device)} | _operators(a, b, long)
 
 
 ARRAYS = Suite(
     op="arrays",
     cases=(),
-    make=lambda maker, shape: {"a": maker.normal(*shape), "b": maker.normal(*shape)},
+    make=lambda maker, shape, long: {"a": maker.normal(*shape), "b": maker.normal(*shape), "long": maker.normal(*long)},
     run=_sum_join_copy,
     reference=lambda arguments: (
         {
             "sum": arguments["a"] + arguments["b"],
             "copy": arguments["a"],
         }
-        | _operators(arguments["a"], arguments["b"])
+        | _operators(arguments["a"], arguments["b"], arguments["long"])
     ),
 )
 
@@ -263,7 +266,7 @@ CASES: dict[str, list[Row]] = {
         Row("batch of small", {"shape": (50, 7, 9)}),
         Row("every second column", {"shape": (3, 40, 35), "layout": "every second column"}),
     ],
-    "arrays": [Row("sum, join, copy", {"shape": (9, 41)}, (F32, BF16))],
+    "arrays": [Row("sum, join, copy", {"shape": (9, 41), "long": (5, 512)}, (F32, BF16))],
 }  # fmt: skip
 
 

@@ -22,9 +22,11 @@ class Tier(NamedTuple):
 
     @property
     def capabilities(self) -> adapter.Capabilities:
+        # Renderers in software are among those of the last two: their compilers take gigabytes and minutes for the large
+        # tiles of products.
         return adapter.Capabilities(
             name=f"a browser's GPU, {self.title}",
-            kind="Unknown",
+            kind="CPU" if self.subgroup <= 4 else "Unknown",
             driver="WebGPU",
             vendor=0,
             tier="C" if self.subgroup else "A",

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.benchmark.case import BenchCase, Contender, FlopRate, TimeLimit, Within
+from headwise.benchmark.case import BenchCase, Contender
 from headwise.benchmark.correctness import WholeCheck, with_leaves
+from headwise.benchmark.requirements import FlopRate, TimeLimit, Within
 from headwise.benchmark.suites import models
 from headwise.nn import KVCache, RotaryEmbedding, TransformerConfig, TransformerLM
 from headwise.ops._checks import short
