@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from headwise import layout
-from headwise.backends.cpu.row_blocks import BLOCK
 from headwise.backends.cpu.memory import huge_pages
+from headwise.backends.cpu.row_blocks import BLOCK
 from headwise.backends.cpu.threads import Shared, in_threads
 
 if TYPE_CHECKING:
