@@ -73,11 +73,18 @@ class _Call:
 
     def logits(self, out: Tensor, hidden: Tensor, first: int, count: int) -> None:
         """Of some rows and classes; the weight is converted by and by."""
+        args = self.args
+        if args.weight.dtype == self.dtype:
+            if self.bias is not None:
+                out.copy_(self.bias[first : first + count].expand(out.shape))
+            weight = args.weight[first : first + count]
+            torch.addmm(out, hidden, weight.T, beta=int(self.bias is not None), out=out)
+            return
         step = max(64, CHUNK // 4 // max(*hidden.shape, 1))
         for at in range(0, count, step):
             classes = slice(first + at, first + min(at + step, count))
             bias = None if self.bias is None else self.bias[classes]
-            out[:, at : at + step] = linear(hidden, self.args.weight[classes].to(self.dtype), bias)
+            out[:, at : at + step] = linear(hidden, args.weight[classes].to(self.dtype), bias)
 
 
 def _weights(args: LinearCrossEntropy, targets: Targets, dtype: torch.dtype) -> Tensor | None:
@@ -171,7 +178,7 @@ def _by_rows(call: _Call, stats: Tensor, sums: Sums, grads: RowGrads | None) -> 
             kept[part] = logits
             continue
         if dhidden is not None:
-            dhidden.view(call.rows, -1)[part] = linear(logits, args.weight.T)
+            torch.mm(logits, args.weight, out=dhidden.view(call.rows, -1)[part])
         if dweight is not None:
             dweight.addmm_(logits.T, hidden)
     if kept is not None:
@@ -200,7 +207,10 @@ def _by_columns(call: _Call, stats: Tensor, grads: RowGrads) -> Results:
         call.logits(logits, hidden, part.start, logits.shape[1])
         Sweep(args, call.classes, call.targets, stats, None, grads, part.start).run(logits, logits)
         if sum_of_hidden is not None:
-            sum_of_hidden += linear(logits, args.weight[part].to(call.dtype).T)
+            if args.weight.dtype == call.dtype:
+                sum_of_hidden.addmm_(logits, args.weight[part])
+            else:
+                sum_of_hidden += linear(logits, args.weight[part].to(call.dtype).T)
         if dweight is not None:
             dweight[part] = torch.mm(logits.T.to(of_weight.dtype), of_weight)
         if dbias is not None:

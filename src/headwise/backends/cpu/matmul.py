@@ -1,4 +1,4 @@
-"""Linear layers of float32 by oneDNN, which PyTorch otherwise keeps for 16 bits.
+"""Linear layers in float32 by oneDNN, which PyTorch otherwise keeps for 16 bits.
 
 PyTorch multiplies float32 matrices by MKL, which on processors of AMD takes its AVX2 kernels: 59 to 108 GFLOP/s on one
 core of an AMD EPYC, where oneDNN, which is in the same build, has 184 to 235. The operator is the one that torch.compile
