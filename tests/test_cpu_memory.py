@@ -48,8 +48,6 @@ def _loss(dtype=torch.bfloat16):
 
 
 CALLS = {
-    "glu": lambda: hw.glu_backward(*_rows()[:2], _rows()[0]),
-    "glu bfloat16": lambda: hw.glu_backward(*_rows(torch.bfloat16)[:2], _rows(torch.bfloat16)[0]),
     "layer_norm": lambda: hw.layer_norm_backward(_rows()[1], _rows()[0], _rows()[2], _rows()[2]),
     "layer_norm bfloat16": lambda: hw.layer_norm_backward(*_rows(torch.bfloat16)[:2]),
     "rms_norm": lambda: hw.rms_norm_backward(*_rows()),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from headwise.ops.glu import Glu, GluBackward
 
 _aten = torch.ops.aten
+_SMALL = 4 << 20  # elements
 _ELEMENTS = BLOCK // 2  # of a block: several tensors share the cache
 _TANH_SLOPE, _TANH_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 
@@ -50,7 +51,7 @@ def glu_forward(args: Glu) -> Tensor:
             else:
                 out.copy_(value(a, scratch[: out.shape[0]]).mul_(u))
 
-    in_threads(work, most=-(-y.numel() // _ELEMENTS))
+    in_threads(work, most=_most(y))
     return y
 
 
@@ -77,8 +78,14 @@ def glu_backward(args: GluBackward) -> tuple[Tensor, Tensor | None]:
                 dup_block.copy_(value(a, scratch[: len(a)]).mul_(g))
                 dgate_block.copy_(slope(g.mul_(u), a, scratch, free))
 
-    in_threads(work, most=-(-gate.numel() // _ELEMENTS))
+    in_threads(work, most=_most(gate))
     return both
+
+
+def _most(x: Tensor) -> int:
+    """Threads. The blocks of a small tensor go one after the other, each to PyTorch's own threads: those spin after an
+    operation, so that ours would wait for a core."""
+    return 1 if x.numel() <= _SMALL else -(-x.numel() // _ELEMENTS)
 
 
 def _halves(args: Glu | GluBackward) -> Sequence[Tensor]:
