@@ -69,6 +69,15 @@ class _Call(NamedTuple):
     def is_whole(self) -> bool:
         return len(self.pieces) == 1 and self.pieces[0] is _EVERYTHING
 
+    @property
+    def batch_of_sequences(self) -> _Piece | None:
+        """The one piece of a packed call whose sequences have one shape and leave no token out."""
+        piece = self.pieces[0] if len(self.pieces) == 1 and not self.bad else None
+        if piece is None or piece is _EVERYTHING:
+            return None
+        tokens = slice(0, self.whole.q.shape[2]), slice(0, self.whole.k.shape[2])
+        return piece if (piece.rows, piece.keys) == tokens else None
+
     def problem(self, piece: _Piece) -> Problem:
         q, k, v = piece.of_rows(self.whole.q), piece.of_keys(self.whole.k), piece.of_keys(self.whole.v)
         mask, bias = (self.of_scores(x, piece) for x in (self.whole.mask, self.whole.bias))
@@ -95,6 +104,11 @@ def attention_forward(args: Attention) -> tuple[Tensor, Tensor]:
         if done is not None:
             return done
     dtype = args.flags.result_dtype(q.dtype)
+    batch = None if packing is None or args.sink is not None or args.flags.softcap else call.batch_of_sequences
+    if batch is not None and not args.flags.dropout:
+        done = flash_whole(call.problem(batch))
+        if done is not None:
+            return _packed(done[0], dtype), done[1].transpose(0, 1).flatten(1)
     if packing is None:
         out = layout.empty_like_heads(q, args.v.shape[3], dtype)
         lse = q.new_empty(q.shape[:3], dtype=layout.statistics_dtype(q.dtype))
@@ -128,6 +142,10 @@ def attention_backward(args: AttentionBackward) -> tuple[Tensor, Tensor, Tensor,
     if call.is_whole:
         found = engine.backward(call.whole, forward.sink, saved, dbias, dsink)
         dq, dk, dv = (_heads_inside(x, dtype) for x in found)
+    elif packing is not None and (batch := call.batch_of_sequences) is not None:
+        of_rows = Saved(*(None if x is None else batch.of_rows(x) for x in saved))  # type: ignore[arg-type]
+        found = engine.backward(call.problem(batch), forward.sink, of_rows, None, dsink)
+        dq, dk, dv = (_packed(x, dtype) for x in found)
     else:
         dq, dk, dv = (_zeros_of_gradient(x, dtype) for x in (forward.q, forward.k, forward.v))
         grads = [_dense(x, packing) for x in (dq, dk, dv)]
@@ -214,6 +232,11 @@ def _neighbours(starts: list[list[int]], shape: tuple[int, int], number: int, co
 def _dense(x: Tensor, packing: Packing | None) -> Tensor:
     """Packed ``(T, H, D)`` as a view ``(1, H, T, D)``."""
     return x if packing is None else x.transpose(0, 1)[None]
+
+
+def _packed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``(B, H, S, D)`` of sequences of one length as ``(T, H, D)``: a view, if its heads are inside already."""
+    return x.transpose(1, 2).flatten(0, 1).to(dtype).contiguous()
 
 
 def _dense_rows(lse: Tensor, packing: Packing | None) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.backends.cpu.loss_rows import RowGrads, Sweep, Targets, empty_sums, read_targets
+from headwise.backends.cpu.memory import huge_pages
 from headwise.layout import statistics_dtype
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def _sweep(args: CrossEntropy, stats: Tensor | None, grad: Tensor | None) -> tup
         of_rows = grad.to(dtype) / _counted(targets) if args.reduction == "mean" else grad.to(dtype)
         of_rows = of_rows.expand(args.targets.shape).reshape(-1)
         grads = RowGrads(of_rows.masked_fill(targets.outside, torch.nan))
-    dlogits = torch.empty(0 if grad is None else logits.shape, dtype=logits.dtype)
+    dlogits = huge_pages(torch.empty((0,) if grad is None else logits.shape, dtype=logits.dtype))
     sweep = Sweep(args, classes, targets, stats, sums, grads)
     sweep.run(logits, None if grad is None else dlogits)
     return sweep, dlogits

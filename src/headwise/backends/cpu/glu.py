@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.backends.cpu.row_blocks import BLOCK, Scratch, block_size, row_blocks, scratch_for, working_copy
-from headwise.backends.cpu.threads import in_threads
+from headwise.backends.cpu.memory import huge_pages
+from headwise.backends.cpu.row_blocks import BLOCK, Scratch, row_blocks, scratch_for, working_copy
+from headwise.backends.cpu.threads import Shared, in_threads
 
 if TYPE_CHECKING:
     from headwise.ops.glu import Glu, GluBackward
 
 _aten = torch.ops.aten
+_SMALL = 4 << 20  # elements
 _ELEMENTS = BLOCK // 2  # of a block: several tensors share the cache
 _TANH_SLOPE, _TANH_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 
@@ -35,52 +36,56 @@ class _Activation(NamedTuple):
 def glu_forward(args: Glu) -> Tensor:
     gate, up = _halves(args)
     value = _ACTIVATIONS[args.activation].value
-    y = torch.empty(gate.shape, dtype=gate.dtype)
+    y = huge_pages(torch.empty(gate.shape, dtype=gate.dtype))
     if y.numel() == 0:
         return y
     (gate, up), (y_rows,) = _as_rows([gate, up], [y])
-    elements = block_size(y, _ELEMENTS)
+    blocks = Shared(row_blocks(gate, up, elements=_ELEMENTS))
 
     def work(thread: int, threads: int) -> None:
-        copy, scratch = scratch_for(gate, 2, elements)
-        for rows, (a_block, u) in islice(row_blocks(gate, up, elements=elements), thread, None, threads):
+        copy, scratch = scratch_for(gate, 2, _ELEMENTS)
+        for rows, (a_block, u) in blocks:
             a, out = working_copy(a_block, copy), y_rows[rows]
             if out.dtype == a.dtype:
                 value(a, out).mul_(u)
             else:
                 out.copy_(value(a, scratch[: out.shape[0]]).mul_(u))
 
-    in_threads(work, most=-(-y.numel() // elements))
+    in_threads(work, most=_most(y))
     return y
 
 
 def glu_backward(args: GluBackward) -> tuple[Tensor, Tensor | None]:
     gate, up = _halves(args)
     value, slope = _ACTIVATIONS[args.activation]
-    results = [torch.empty(x.shape, dtype=x.dtype) for x in (args.gate, args.up) if x is not None]
+    results = [huge_pages(torch.empty(x.shape, dtype=x.dtype)) for x in (args.gate, args.up) if x is not None]
     both = results[0], results[1] if args.up is not None else None
     if gate.numel() == 0:
         return both
     dgate, dup = results if args.up is not None else results[0].chunk(2, -1)
     (gate, up, grad), targets = _as_rows([gate, up, args.grad], [dgate, dup])
-    elements = block_size(gate, _ELEMENTS)
+    blocks = Shared(row_blocks(gate, up, grad, elements=_ELEMENTS))
 
     def work(thread: int, threads: int) -> None:
-        a_copy, g_copy, u_copy, scratch = scratch_for(gate, 4, elements)
-        blocks = row_blocks(gate, up, grad, elements=elements)
-        for rows, (a_block, u_block, g_block) in islice(blocks, thread, None, threads):
-            a, g, u = working_copy(a_block, a_copy), working_copy(g_block, g_copy), working_copy(u_block, u_copy)
+        a_copy, g_copy, scratch, free = scratch_for(gate, 4, _ELEMENTS)
+        for rows, (a_block, u, g_block) in blocks:
+            a, g = working_copy(a_block, a_copy), working_copy(g_block, g_copy)
             dgate_block, dup_block = (target[rows] for target in targets)
-            free = g_copy, u_copy  # once g · u is known
             if dup_block.dtype == a.dtype:
                 value(a, dup_block).mul_(g)
-                slope(torch.mul(g, u, out=dgate_block), a, *free)
+                slope(torch.mul(g, u, out=dgate_block), a, scratch, free)
             else:
                 dup_block.copy_(value(a, scratch[: len(a)]).mul_(g))
-                dgate_block.copy_(slope(torch.mul(g, u, out=scratch[: len(a)]), a, *free))
+                dgate_block.copy_(slope(g.mul_(u), a, scratch, free))
 
-    in_threads(work, most=-(-gate.numel() // elements))
+    in_threads(work, most=_most(gate))
     return both
+
+
+def _most(x: Tensor) -> int:
+    """Threads. The blocks of a small tensor go one after the other, each to PyTorch's own threads: those spin after an
+    operation, so that ours would wait for a core."""
+    return 1 if x.numel() <= _SMALL else -(-x.numel() // _ELEMENTS)
 
 
 def _halves(args: Glu | GluBackward) -> Sequence[Tensor]:

@@ -9,14 +9,13 @@ gradient two digits. Losses are float64 until they are reduced: there are few of
 from __future__ import annotations
 
 import math
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwise.backends.cpu.row_blocks import BLOCK, Scratch, row_blocks, scratch_for, working_copy
-from headwise.backends.cpu.threads import in_threads
+from headwise.backends.cpu.threads import Shared, in_threads
 
 if TYPE_CHECKING:
     from headwise.ops.cross_entropy import CrossEntropy
@@ -97,9 +96,11 @@ class Sweep(NamedTuple):
     def run(self, logits: Tensor, dlogits: Tensor | None) -> None:
         """All rows. dlogits: written where gradients are given; contiguous, and perhaps the logits themselves."""
 
+        blocks = Shared(row_blocks(logits))
+
         def work(thread: int, threads: int) -> None:
             copy, scratch = scratch_for(logits, 2)
-            for rows, (block,) in islice(row_blocks(logits), thread, None, threads):
+            for rows, (block,) in blocks:
                 out = None if dlogits is None else dlogits.view(-1, block.shape[-1])[rows]
                 self.block(block, rows, out, copy, scratch)
 

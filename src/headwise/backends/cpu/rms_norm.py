@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from headwise.backends.cpu.memory import huge_pages
 from headwise.backends.cpu.row_blocks import BLOCK, Scratch, row_blocks, scratch_for, working_copy
-from headwise.backends.cpu.threads import in_threads
+from headwise.backends.cpu.threads import Shared, in_threads
 from headwise.layout import statistics_dtype
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, h and rstd of ``h = x + residual``; without a residual h is x."""
     gain = _gain(weight, weight_offset, x.dtype)
-    y = torch.empty(x.shape, dtype=x.dtype)
-    h = x if residual is None else torch.empty(x.shape, dtype=x.dtype)
+    y = huge_pages(torch.empty(x.shape, dtype=x.dtype))
+    h = x if residual is None else huge_pages(torch.empty(x.shape, dtype=x.dtype))
     rstd = torch.empty(x.shape[:-1], dtype=statistics_dtype(x.dtype))
     if x.numel() == 0:
         return y, h, rstd.zero_()
@@ -40,9 +40,11 @@ def forward(
     if residual is not None:
         h_rows = h.view(-1, x.shape[-1])
 
+    shared = Shared(row_blocks(*inputs))
+
     def work(thread: int, threads: int) -> None:
         copy, scratch = scratch_for(x, 2)
-        for rows, blocks in islice(row_blocks(*inputs), thread, None, threads):
+        for rows, blocks in shared:
             block, y_block = blocks[0], y_rows[rows]
             if residual is not None:
                 # PyTorch adds 16-bit numbers in float32 and rounds once.
@@ -66,17 +68,19 @@ def backward(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """dx and dweight. grad_h: what else reaches x, added before dx is rounded."""
     gain, width = _gain(weight, weight_offset, x.dtype), x.shape[-1]
-    dx = torch.empty(x.shape, dtype=x.dtype)
+    dx = huge_pages(torch.empty(x.shape, dtype=x.dtype))
     sums: dict[int, Tensor] = {}  # of dweight, by block
     if x.numel() > 0:
         inputs = (x, grad) if grad_h is None else (x, grad, grad_h)
         dx_rows = dx.view(-1, width)
         rstd_rows = None if rstd is None else rstd.reshape(-1)
 
+        shared = Shared(enumerate(row_blocks(*inputs)))
+
         def work(thread: int, threads: int) -> None:
             x_copy, grad_copy, normalised, product = scratch_for(x, 4)
             computed = torch.empty(x_copy.shape[0], dtype=x_copy.dtype)
-            for i, (rows, blocks) in islice(enumerate(row_blocks(*inputs)), thread, None, threads):
+            for i, (rows, blocks) in shared:
                 count = blocks[0].shape[0]
                 x_block, g = working_copy(blocks[0], x_copy), working_copy(blocks[1], grad_copy)
                 if rstd_rows is None:

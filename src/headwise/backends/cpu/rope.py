@@ -7,15 +7,15 @@ be read one by one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwise import layout
+from headwise.backends.cpu.memory import huge_pages
 from headwise.backends.cpu.row_blocks import BLOCK
-from headwise.backends.cpu.threads import in_threads
+from headwise.backends.cpu.threads import Shared, in_threads
 
 if TYPE_CHECKING:
     from headwise.ops.rope import Rope
@@ -45,14 +45,16 @@ def rope_backward(args: Rope) -> tuple[Tensor, ...]:
 
 
 def _rotated(args: Rope, inverse: bool) -> tuple[Tensor, ...]:
-    ys = tuple(x.new_empty_strided(x.shape, layout.strides_like_heads(x, x.shape[-1])) for x in args.xs)
+    ys = tuple(huge_pages(x.new_empty_strided(x.shape, layout.strides_like_heads(x, x.shape[-1]))) for x in args.xs)
     if all(x.numel() == 0 for x in args.xs):
         return ys
     angles = _angles(args, inverse)
     jobs = [(x, y) for x, y in zip(map(_heads_outside, args.xs), map(_heads_outside, ys), strict=True) if x.numel() > 0]
 
+    blocks = Shared(_blocks(jobs, angles))
+
     def work(thread: int, threads: int) -> None:
-        for x, y, of_block in islice(_blocks(jobs, angles), thread, None, threads):
+        for x, y, of_block in blocks:
             _rotate(x, y, of_block)
 
     in_threads(work, most=-(-sum(y.numel() for y in ys) // _ELEMENTS))

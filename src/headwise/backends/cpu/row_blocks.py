@@ -12,14 +12,6 @@ from headwise.layout import statistics_dtype
 
 # Elements of a block: 2 MB of float32. A few of them fit the cache, and the work on one hides the overhead of a call.
 BLOCK = 512 * 1024
-# Below this many elements the passes over a whole tensor find it in the cache that cores share. PyTorch's own threads then
-# do better than ours: a barrier per operation costs less than one handover of a call.
-SMALL = 4 * 1024 * 1024
-
-
-def block_size(x: Tensor, elements: int = BLOCK) -> int:
-    """How many elements of a tensor like x to take at a time: ``elements``, or all of a small one."""
-    return x.numel() if x.numel() <= SMALL else elements
 
 
 def row_blocks(*tensors: Tensor, elements: int = BLOCK) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:

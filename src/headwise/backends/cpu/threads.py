@@ -8,18 +8,37 @@ also stays in its core's cache. Python's lock does not matter: PyTorch releases 
 The threads stay between calls: starting them takes longer than a small call, and with a thread goes the memory that its
 scratch was made of, so that the next one would have to ask the system for fresh pages.
 
-The work is divided by shapes alone, so results do not depend on the number of threads.
+The work is divided by shapes alone, so results do not depend on the number of threads. Blocks go to whichever thread is free
+(`Shared`): one that was woken late, or whose core somebody else holds, takes fewer of them.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from threading import Lock
+from typing import Generic, TypeVar
 
 import torch
+
+Item = TypeVar("Item")
+
+
+class Shared(Generic[Item]):
+    """Items that several threads iterate over together: each is given to one of them."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._items, self._lock = iter(items), Lock()
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        with self._lock:
+            return next(self._items)
 
 
 def in_threads(work: Callable[[int, int], None], most: int) -> None:
