@@ -112,11 +112,11 @@ def test_the_rules_are_those_of_pytorchs_lists():
 
     assert {"scaled_dot_product_attention", "matmul", "linear"} <= listed("AT_FORALL_LOWER_PRECISION_FP")
     for name in ("attention", "attention_varlen", "attention_probs", "linear_cross_entropy"):
-        assert OPS[name].autocast.to is _autocast.low
+        assert OPS[name].autocast.dtype is _autocast.low
     assert {"rms_norm", "layer_norm"} <= listed("AT_FORALL_FP32")
     assert "softmax" in listed("AT_FORALL_FP32_SET_OPT_DTYPE")
     for name in ("rms_norm", "layer_norm", "add_rms_norm", "softmax"):
-        assert OPS[name].autocast.to is _autocast.float32
+        assert OPS[name].autocast.dtype is _autocast.float32
     for macro in re.findall(r"#define (AT_FORALL_\w+)\(_\)", header):
         assert not listed(macro) & {"silu", "gelu", "mul", "add", "embedding"}
 

@@ -6,7 +6,6 @@ The calls are the same on every run. For more of them: ``pytest tests/test_rando
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,15 +60,13 @@ def scattered(x: Tensor) -> Tensor:
     return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
 
 
-def measure(suite: Suite, params: dict[str, Any], backend: str, data: st.DataObject) -> None:
+def measure(suite: Suite, params: dict[str, Any], backend: str, dtype: torch.dtype, explicit: bool = False) -> None:
     """Fail if the call is outside of its budget.
 
     A result of a few elements, or one whose terms cancel, can miss its budget by luck of the numbers. So a call that misses
     it is measured with the numbers of four other seeds, and must keep it with all of them. A NaN or a wrong shape is no
     matter of luck.
     """
-    dtype = data.draw(st.sampled_from(DTYPES[backend]), label="dtype")
-    explicit = suite.explicit is not None and data.draw(st.booleans(), label="explicit")
     missed: list[str] = []
     for attempt in range(5):
         verdicts = testing.measure(
@@ -88,36 +85,6 @@ def measure(suite: Suite, params: dict[str, Any], backend: str, data: st.DataObj
         assert len(missed) <= 1, "\n".join(missed)
         if not missed:
             return
-
-
-def attention_suite(
-    name: str,
-    make: Callable[..., Arguments],
-    optional: tuple[str, ...] | None = None,
-    not_of_the_oracle: tuple[str, ...] = (),
-) -> Suite:
-    """Of an op that gives out and lse. ``optional``: its optional inputs with a gradient; None: it has no backward."""
-
-    def named(op: Callable[..., tuple[Tensor, Tensor]], arguments: Arguments) -> Outputs:
-        return dict(zip(("out", "lse"), op(**arguments), strict=True))
-
-    def run(arguments: Arguments, backend: str | None) -> Outputs:
-        return named(getattr(hw, name), {**arguments, "return_lse": True, "backend": backend})
-
-    def reference(arguments: Arguments) -> Outputs:
-        known = {key: value for key, value in arguments.items() if key not in not_of_the_oracle}
-        return named(getattr(oracle, name), known)
-
-    def explicit(arguments: Arguments, outputs: Outputs, grads: dict[str, Tensor], backend: str | None) -> Outputs:
-        given = [key for key in optional or () if key in arguments]
-        wanted = {f"need_{key}_grad": key in given for key in optional or ()}
-        backward = getattr(hw, f"{name}_backward")
-        found = backward(grads["out"], **arguments, **outputs, grad_lse=grads["lse"], **wanted, backend=backend)
-        return dict(zip(["q", "k", "v", *given], found, strict=True))
-
-    if optional is None:
-        return Suite(name, (), make, run, reference)
-    return Suite(name, (), make, run, reference, explicit=explicit, differentiable=("q", "k", "v", *optional))
 
 
 def common(draw: st.DrawFn) -> dict[str, Any]:
@@ -208,7 +175,41 @@ def poison_padding(arguments: Arguments, kv_lengths, q_lengths, kv_starts) -> No
             x[b, :, x.shape[2] if stops is None else stops[b] :] = bad
 
 
-DENSE = attention_suite("attention", make_dense, ("bias", "sink"))
+def run_dense(arguments: Arguments, backend: str | None) -> Outputs:
+    out, lse = hw.attention(**arguments, return_lse=True, backend=backend)
+    return {"out": out, "lse": lse}
+
+
+def explicit_dense(arguments: Arguments, outputs: Outputs, grads: dict[str, Tensor], backend: str | None) -> Outputs:
+    names = ["q", "k", "v", *(n for n in ("bias", "sink") if n in arguments)]
+    found = hw.attention_backward(
+        grads["out"],
+        **arguments,
+        **outputs,
+        grad_lse=grads["lse"],
+        need_bias_grad="bias" in arguments,
+        need_sink_grad="sink" in arguments,
+        backend=backend,
+    )
+    return dict(zip(names, found, strict=True))
+
+
+DENSE = Suite(
+    op="attention",
+    cases=(),
+    make=make_dense,
+    run=run_dense,
+    reference=lambda arguments: dict(zip(("out", "lse"), oracle.attention(**arguments), strict=True)),
+    explicit=explicit_dense,
+    differentiable=("q", "k", "v", "bias", "sink"),
+)
+
+
+@pytest.mark.parametrize("backend", RUNNABLE)
+@given(params=dense_calls(), data=st.data())
+def test_attention(backend, params, data):
+    dtype = data.draw(st.sampled_from(DTYPES[backend]), label="dtype")
+    measure(DENSE, params, backend, dtype, explicit=data.draw(st.booleans(), label="explicit"))
 
 
 # Packed attention.
@@ -255,7 +256,40 @@ def make_packed(m: Maker, *, seed, heads, dims, layouts, sequences, trailing, sl
     }
 
 
-PACKED = attention_suite("attention_varlen", make_packed, ("sink",))
+def run_packed(arguments: Arguments, backend: str | None) -> Outputs:
+    out, lse = hw.attention_varlen(**arguments, return_lse=True, backend=backend)
+    return {"out": out, "lse": lse}
+
+
+def explicit_packed(arguments: Arguments, outputs: Outputs, grads: dict[str, Tensor], backend: str | None) -> Outputs:
+    names = ["q", "k", "v", *(n for n in ("sink",) if n in arguments)]
+    found = hw.attention_varlen_backward(
+        grads["out"],
+        **arguments,
+        **outputs,
+        grad_lse=grads["lse"],
+        need_sink_grad="sink" in arguments,
+        backend=backend,
+    )
+    return dict(zip(names, found, strict=True))
+
+
+PACKED = Suite(
+    op="attention_varlen",
+    cases=(),
+    make=make_packed,
+    run=run_packed,
+    reference=lambda arguments: dict(zip(("out", "lse"), oracle.attention_varlen(**arguments), strict=True)),
+    explicit=explicit_packed,
+    differentiable=("q", "k", "v", "sink"),
+)
+
+
+@pytest.mark.parametrize("backend", RUNNABLE)
+@given(params=packed_calls(), data=st.data())
+def test_attention_varlen(backend, params, data):
+    dtype = data.draw(st.sampled_from(DTYPES[backend]), label="dtype")
+    measure(PACKED, params, backend, dtype, explicit=data.draw(st.booleans(), label="explicit"))
 
 
 # Decode.
@@ -311,7 +345,23 @@ def make_decode(
     return arguments if table is None else {**arguments, "block_table": table.to(m.device, torch.int32)}
 
 
-DECODE = attention_suite("attention_decode", make_decode, not_of_the_oracle=("num_splits",))
+def run_decode(arguments: Arguments, backend: str | None) -> Outputs:
+    out, lse = hw.attention_decode(**arguments, return_lse=True, backend=backend)
+    return {"out": out, "lse": lse}
+
+
+def reference_decode(arguments: Arguments) -> Outputs:
+    known = {name: value for name, value in arguments.items() if name != "num_splits"}
+    return dict(zip(("out", "lse"), oracle.attention_decode(**known), strict=True))
+
+
+DECODE = Suite(op="attention_decode", cases=(), make=make_decode, run=run_decode, reference=reference_decode)
+
+
+@pytest.mark.parametrize("backend", RUNNABLE)
+@given(params=decode_calls(), data=st.data())
+def test_attention_decode(backend, params, data):
+    measure(DECODE, params, backend, data.draw(st.sampled_from(DTYPES[backend]), label="dtype"))
 
 
 # Probabilities.
@@ -343,6 +393,12 @@ PROBS = Suite(
     reference=lambda arguments: {"probs": oracle.attention_probs(**arguments)},
     differentiable=("q", "k", "bias", "sink"),
 )
+
+
+@pytest.mark.parametrize("backend", RUNNABLE)
+@given(params=probs_calls(), data=st.data())
+def test_attention_probs(backend, params, data):
+    measure(PROBS, params, backend, data.draw(st.sampled_from(DTYPES[backend]), label="dtype"))
 
 
 # Merging. (That merged parts equal attention over all keys is a test in `test_mistakes`.)
@@ -386,18 +442,8 @@ def reference_merge(arguments: Arguments) -> Outputs:
 
 MERGE = Suite("merge_attention", (), make_merge, run_merge, reference_merge, differentiable=("outs", "lses"))
 
-CALLS = {
-    "attention": (DENSE, dense_calls()),
-    "attention_varlen": (PACKED, packed_calls()),
-    "attention_decode": (DECODE, decode_calls()),
-    "attention_probs": (PROBS, probs_calls()),
-    "merge_attention": (MERGE, merge_calls()),
-}
-
 
 @pytest.mark.parametrize("backend", RUNNABLE)
-@pytest.mark.parametrize("op", CALLS)
-@given(data=st.data())
-def test_random_calls(op, backend, data):
-    suite, calls = CALLS[op]
-    measure(suite, data.draw(calls, label="call"), backend, data)
+@given(params=merge_calls(), data=st.data())
+def test_merge_attention(backend, params, data):
+    measure(MERGE, params, backend, data.draw(st.sampled_from(DTYPES[backend]), label="dtype"))

@@ -23,7 +23,7 @@ def embedding_forward(args: Embedding) -> Tensor:
     outside = (flat < 0) | (flat >= rows)
     some_outside = bool(outside.any())
     y = weight.new_empty((*ids.shape, width))  # autograd lets nobody change a view
-    flat_y = y.view(-1, width)
+    flat_y = y.view(flat.numel(), width)
     torch.index_select(weight, 0, flat.masked_fill(outside, 0) if some_outside else flat, out=flat_y)
     if some_outside:
         flat_y.masked_fill_(outside.unsqueeze(-1), torch.nan)
