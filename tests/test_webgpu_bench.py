@@ -69,8 +69,7 @@ def of_every_group():
 def test_cases_run_on_resident_arrays(case):
     result = run_case(case, webgpu.SUITE, ONCE)
     assert result.status == "ok", result.detail
-    seed = "per call: 1 uploads, 0 readbacks"  # of dropout: a number, 8 bytes
-    assert result.note.startswith(seed if case.group == "dropout" else NOTHING_CROSSED)
+    assert result.note.startswith(NOTHING_CROSSED)
     measured = {m.contender: m for m in result.measurements}
     assert measured["headwise"].seconds.median > 0
     assert all(p.name in measured or p.name in result.absent for p in case.peers)
