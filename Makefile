@@ -25,7 +25,8 @@ INTERPRETED := tests/test_conformance.py tests/test_attention_inputs.py tests/te
     tests/test_integration_flash_attn.py tests/test_dropout.py tests/test_glu.py tests/test_rope.py tests/test_layer_norm.py \
     tests/test_add_rms_norm.py tests/test_linear_cross_entropy.py
 COMPILED := tests/test_triton_compiles.py tests/test_triton_rows_compile.py tests/test_triton_tile_tables.py
-HOPPER := tests/test_hopper_compiles.py tests/test_hopper_backward_compiles.py
+HOPPER_FORWARD := tests/test_hopper_compiles.py
+HOPPER_BACKWARD := tests/test_hopper_backward_compiles.py
 
 # Debian packages that the tests need. Missing ones are installed when make runs as root, and named when it does not.
 # (python3-venv is asked for by itself, only where Python cannot make virtual environments.)
@@ -62,8 +63,8 @@ test: $(STAMP) $(NEWEST)/.installed
 	$(PYTEST) -m "not slow" -k webgpu --hypothesis-profile=software
 	@echo "headwise: the Triton kernels, in Triton's interpreter"
 	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" -k "(triton or hopper) and not same_bits_every_time" $(INTERPRETED)
-	@echo "headwise: the Gluon kernels, compiled by the newest release of Triton"
-	PYTHONPATH=$(NEWEST) $(PYTEST) -m "not slow" $(HOPPER)
+	@echo "headwise: the Gluon kernels of the backward, compiled by the newest release of Triton"
+	PYTHONPATH=$(NEWEST) $(PYTEST) -m "not slow" $(HOPPER_BACKWARD)
 
 test-all: test test-slow test-versions
 
@@ -71,8 +72,8 @@ test-slow: $(STAMP) $(NEWEST)/.installed
 	$(PYTEST) -m slow -k "not webgpu"
 	$(PYTEST) -m slow -k webgpu --hypothesis-profile=software
 	TRITON_INTERPRET=1 $(PYTEST) -m slow -k "triton or hopper" $(INTERPRETED)
-	@echo "headwise: the Triton kernels, compiled by the newest release of Triton"
-	PYTHONPATH=$(NEWEST) $(PYTEST) -m "not slow" $(COMPILED)
+	@echo "headwise: the other Triton kernels, compiled by the newest release of Triton"
+	PYTHONPATH=$(NEWEST) $(PYTEST) -m "not slow" $(COMPILED) $(HOPPER_FORWARD)
 	@echo "headwise: the WebGPU kernels with what every WebGPU device has, and no more"
 	HEADWISE_WEBGPU_TIER=A $(PYTEST) -k webgpu tests/test_conformance.py tests/test_attention_inputs.py
 	@echo "headwise: the WebGPU kernels on tensors that are larger than a kernel may bind"
