@@ -72,6 +72,8 @@ class Ranks:
         return bool(flag)
 
     def close(self) -> None:
+        self.group = (
+            None  # gloo joins its threads with the last reference; at the exit of Python it aborts now and then
+        )
         if dist.is_initialized():
             dist.destroy_process_group()
-        self.group = None
