@@ -72,8 +72,7 @@ class Ranks:
         return bool(flag)
 
     def close(self) -> None:
-        self.group = (
-            None  # gloo joins its threads with the last reference; at the exit of Python it aborts now and then
-        )
+        # gloo joins its threads with the last reference; left to the exit of Python it aborts now and then.
+        self.group = None
         if dist.is_initialized():
             dist.destroy_process_group()
