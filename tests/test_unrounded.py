@@ -21,7 +21,7 @@ DIGITS = 1e-6
 @pytest.fixture(params=RUNNABLE)
 def backend(request):
     if DEVICE[request.param] == "cuda":
-        pytest.skip("weights are rounded there: tests/gpu")
+        pytest.skip("weights are rounded there: tests/gpu/test_gpu_unrounded.py")
     return request.param
 
 
