@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -538,3 +539,34 @@ a, b, c = (torch.softmax(weight, -1) * 2).split(3, -1)
 torch.testing.assert_close(found, weight.grad)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+_PRETENDED = "import torch; torch.backends.mps.is_available = lambda: True"
+_REGISTERED = """
+import headwise.webgpu
+model = torch.nn.Linear(8, 4).to("webgpu")
+x = torch.randn(5, 8)
+model(x.to("webgpu")).square().sum().backward()
+found = model.weight.grad.cpu()
+model.cpu().zero_grad()
+model(x).square().sum().backward()
+torch.testing.assert_close(found, model.weight.grad)
+"""
+_NOT_REGISTERED = """
+import headwise.webgpu
+assert torch._C._get_privateuse1_backend_name() == "privateuseone"
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "before", "program"),
+    [
+        ("1", _PRETENDED, _REGISTERED),
+        ("", f"{_PRETENDED}; from headwise.config import settings; settings.webgpu_device = True", _REGISTERED),
+        ("", _PRETENDED, _NOT_REGISTERED),
+        ("0", "import torch", _NOT_REGISTERED),
+    ],
+)
+def test_a_setting_says_whether_the_device_is_registered(asked, before, program):
+    environment = os.environ | {"HEADWISE_WEBGPU_DEVICE": asked}
+    subprocess.run([sys.executable, "-c", before + program], check=True, timeout=120, env=environment)

@@ -5,6 +5,7 @@
 ``HEADWISE_VALIDATE``        ``1``: read ids, targets, lengths and tables back and raise on the first bad value
 ``HEADWISE_TILES``           a tile table written by ``headwise tune``, used in place of the ones that come with Headwise
 ``HEADWISE_WEBGPU_ADAPTER``  part of the name of the adapter that WebGPU runs on (``headwise env`` lists them)
+``HEADWISE_WEBGPU_DEVICE``   ``1``: register the device ``webgpu`` also where PyTorch has a GPU of its own; ``0``: never
 ``HEADWISE_WEBGPU_TIER``     ``A``, ``B`` or ``C``: use no more of the adapter than this tier of features
 ``HEADWISE_WEBGPU_BINDING``  bytes of a tensor that a WebGPU kernel may see at once, below what the adapter allows
 ``TRITON_INTERPRET``         ``1``: Triton's own: kernels run in its interpreter, on CPU tensors, without a GPU
@@ -31,6 +32,7 @@ class Settings:
     tiles: str | None = None
     triton_interpret: bool = False
     webgpu_adapter: str | None = None
+    webgpu_device: bool | None = None
     webgpu_tier: str | None = None
     webgpu_binding_bytes: int | None = None
     # After every change another number, and never one that it was before, whichever threads change settings at once: what
@@ -63,6 +65,7 @@ class Settings:
             tiles=os.environ.get("HEADWISE_TILES") or None,
             triton_interpret=os.environ.get("TRITON_INTERPRET", "").lower() in (*_ON, "y"),  # as Triton reads it
             webgpu_adapter=os.environ.get("HEADWISE_WEBGPU_ADAPTER") or None,
+            webgpu_device=_is_on("HEADWISE_WEBGPU_DEVICE") if os.environ.get("HEADWISE_WEBGPU_DEVICE") else None,
             webgpu_tier=os.environ.get("HEADWISE_WEBGPU_TIER") or None,
             webgpu_binding_bytes=_bytes("HEADWISE_WEBGPU_BINDING", least=4096),
         )

@@ -205,7 +205,9 @@ def _device(asked: str | None, backend: str) -> str:
         from headwise.backends.webgpu.torch_device import REGISTERED
 
         if not REGISTERED:
-            raise _terminal.UsageError(f"--device {device}: PyTorch has a GPU of its own here, and knows no second one")
+            raise _terminal.UsageError(
+                f"--device {device}: PyTorch has a GPU of its own here; HEADWISE_WEBGPU_DEVICE=1 uses WebGPU in its place"
+            )
     return device
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from headwise.config import settings
+
 NAME = "webgpu"
 
 _AUTOCAST_KEY = "AutocastPrivateUse1"
@@ -96,17 +98,20 @@ class _Module:
         return [torch.float16, torch.bfloat16]
 
 
-def _other_accelerator() -> bool:
-    """Is there a GPU that PyTorch itself knows?
+def _wanted() -> bool:
+    """Is the device to be registered?
 
     A registered device becomes the accelerator of the process, and backward passes on CUDA then fail (seen with PyTorch
-    2.11). So nothing is registered there: arrays are tensors of no device of PyTorch's, made by `headwise.webgpu.array`.
+    2.11). So nothing is registered where PyTorch has a GPU of its own, unless HEADWISE_WEBGPU_DEVICE asks for it: arrays
+    are tensors of no device of PyTorch's there, made by `headwise.webgpu.array`.
     """
-    return torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available()
+    if settings.webgpu_device is not None:
+        return settings.webgpu_device
+    return not (torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available())
 
 
 def _register() -> torch.device:
-    if _other_accelerator():
+    if not _wanted():
         return torch.device("meta")
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
