@@ -4,7 +4,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from headwise.backends.registry import use_backend
+from headwise.backends.registry import Unsupported, use_backend
 from headwise.ops._explain import explain
 from headwise.ops._warm import warm
 from headwise.ops.add_rms_norm import add_rms_norm, add_rms_norm_backward
@@ -39,6 +39,7 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Unsupported",
     "add_rms_norm",
     "add_rms_norm_backward",
     "attention",

@@ -78,7 +78,13 @@ forced = _Forced()
 
 
 class Unsupported(ValueError):
-    """No backend, or not the one asked for, runs this call. The message says why."""
+    """No backend, or not the one asked for, runs this call. The message says why.
+
+    >>> try:
+    ...     hw.softmax(torch.randn(4, 64, dtype=torch.float64), backend="webgpu")
+    ... except hw.Unsupported as error:
+    ...     reason = str(error)
+    """
 
 
 class Described(BaseException):

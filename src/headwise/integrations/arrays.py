@@ -24,7 +24,7 @@ from torch.utils.dlpack import from_dlpack
 import headwise
 
 # Public names that take no tensors.
-_NO_TENSORS = ("explain", "use_backend")
+_NO_TENSORS = ("Unsupported", "explain", "use_backend")
 
 __all__ = [name for name in headwise.__all__ if name not in _NO_TENSORS]
 
