@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "headwise"
 
 # Public, but not ops.
-NOT_OPS = {"explain", "use_backend", "warm"}
+NOT_OPS = {"Unsupported", "explain", "use_backend", "warm"}
 
 # What a backend may import of headwise besides its own folder: modules that know neither ops nor other backends.
 NEUTRAL = (
