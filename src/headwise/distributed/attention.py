@@ -61,7 +61,7 @@ def context_parallel_attention(
         arguments = {name: value for name, value in locals().items() if name not in ("q", "k", "v", "group", "layout")}
         return _of_dtensors(q, k, v, group, layout or "contiguous", arguments)
     layout = layout or "zigzag"
-    q, k, v = _autocast.lowered(q, k, v)
+    q, k, v = _autocast.cast_operands(q, k, v)
     peers = peers_of(OP, group)
     scores = {"mask": mask, "bias": bias}
     lengths = {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "kv_starts": kv_starts}

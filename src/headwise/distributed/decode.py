@@ -36,7 +36,7 @@ def context_parallel_decode(
 
     For inference: it has no gradient.
     """
-    q, k_cache, v_cache = _autocast.lowered(q, k_cache, v_cache, rule=AUTOCAST)
+    q, k_cache, v_cache = _autocast.cast_operands(q, k_cache, v_cache, rule=AUTOCAST)
     peers = peers_of(OP, group)
     flags: list[_arguments.Flags] = []
 

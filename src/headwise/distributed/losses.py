@@ -129,7 +129,7 @@ def vocabulary_parallel_linear_cross_entropy(
     weight and bias belong to this rank's classes. The logits are made in chunks of rows, in float32, forward and again
     backward. Differentiable once.
     """
-    hidden, weight, bias = _autocast.lowered(hidden, weight, bias)
+    hidden, weight, bias = _autocast.cast_operands(hidden, weight, bias)
 
     def check() -> dict[str, Any]:
         check_plain(

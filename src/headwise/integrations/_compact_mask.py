@@ -51,7 +51,7 @@ class BuiltMask(Tensor):
 
 
 class CompactMask(BuiltMask):
-    """Query i of the call is at position ``p = i + (kv_lengths[b] or keys) - Sq`` and sees key j iff
+    """Query i of the call is at position ``p = i + (kv_lengths[b] if given, else keys) - Sq`` and sees key j iff
 
     * ``p - left <= j <= p + right`` for ``window = (left, right)``, None on a side being no bound,
     * ``j < kv_lengths[b]`` where there are kv_lengths, and ``j < keys``,

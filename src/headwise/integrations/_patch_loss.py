@@ -95,7 +95,7 @@ def _head_forward() -> Forward:
         lazy = not torch.compiler.is_compiling() and _head.get() is self
         if not lazy:
             return type(self).forward(self, hidden)
-        tensors = _autocast.lowered(hidden, self.weight, self.bias)
+        tensors = _autocast.cast_operands(hidden, self.weight, self.bias)
         if any(x is not None and x.dtype != tensors[0].dtype for x in tensors):
             return type(self).forward(self, hidden)
         return LazyLogits.of(*tensors)

@@ -76,7 +76,7 @@ def _floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def lowered(*tensors: Any, rule: Rule | None = None) -> tuple[Any, ...]:
+def cast_operands(*tensors: Any, rule: Rule | None = None) -> tuple[Any, ...]:
     """Operands of a product that runs later, or in other code, cast as autocast would cast them now.
 
     rule: that of the op; None: every operand gets autocast's dtype.
@@ -85,8 +85,8 @@ def lowered(*tensors: Any, rule: Rule | None = None) -> tuple[Any, ...]:
     return tensors if device is None else cast(rule or Rule(low, len(tensors)), tensors, device)
 
 
-def lowered_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that `lowered` gives x."""
+def autocast_dtype_of(x: Tensor) -> torch.dtype:
+    """The dtype that `cast_operands` gives x."""
     device = device_of((x,))
     return x.dtype if device is None or x.dtype == torch.float64 else torch.get_autocast_dtype(device)
 

@@ -22,7 +22,7 @@ from headwise.ops import _autocast
 
 LIMIT = 4096  # entries of one cache: a process that meets ever new sizes must not keep them all
 _RECENT = 4  # kinds of calls that are compared before the key is written
-_PATIENCE = 16  # calls in vain after which one of them gives way: more kinds in turn would drive each other out
+_MISSES_BEFORE_EVICTION = 16  # more kinds of calls in turn than there is room for would evict each other every time
 AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 # Looked up once: every eager call asks all of them.
@@ -41,11 +41,11 @@ class Cache(dict[tuple[Any, ...], Any]):
     """Values by key. Threads share it without a lock: a value is written in one step and depends on its key alone."""
 
     _recent: tuple[tuple[Any, ...], ...] = ()  # guards of the last few kinds of calls, and their values
-    _in_vain = 0  # calls that they did not know
+    _misses = 0  # calls that they did not know
 
     def clear(self) -> None:
         super().clear()
-        self._recent, self._in_vain = (), 0
+        self._recent, self._misses = (), 0
 
     def find(
         self, head: tuple[Any, ...], tensors: Sequence[Any], seen: bool = False
@@ -60,14 +60,14 @@ class Cache(dict[tuple[Any, ...], Any]):
         gradient = _is_grad_enabled()
         facts = ((*map(type, tensors),), head, _forced.name, settings.changes, gradient, _is_deterministic())
         try:
-            for known, given, alike, offsets, precision, twins, value in self._recent:
+            for known, given, alike, offsets, precision, aliases, value in self._recent:
                 if (
                     known == facts
                     # First, because the guards end the process where a tensor has no sizes.
                     and [x.data_ptr() & 15 for x in given(tensors) if not x.is_nested] == offsets
                     and alike(*given(tensors))
                     and (precision is None or precision == _float32_products())
-                    and (not twins or all(tensors[i] is tensors[j] for i, j in twins))
+                    and (not aliases or all(tensors[i] is tensors[j] for i, j in aliases))
                 ):
                     return value, facts
         except RuntimeError:  # no address: sparse, opaque or wrapped
@@ -106,10 +106,10 @@ class Cache(dict[tuple[Any, ...], Any]):
         if value is None:
             if len(self) >= LIMIT:
                 self.clear()
-        elif guarded and (len(self._recent) < _RECENT or self._in_vain >= _PATIENCE):
-            # The guards take every tensor once, and see to it that none comes twice.
+        elif guarded and (len(self._recent) < _RECENT or self._misses >= _MISSES_BEFORE_EVICTION):
+            # The guards take each tensor once, and check that no two of them are the same object.
             places: list[Any] = [i for i, x in enumerate(tensors) if x is not None and first[i] == i]
-            twins = [(i, j) for i, j in enumerate(first) if i != j and tensors[i] is not None]
+            aliases = [(i, j) for i, j in enumerate(first) if i != j and tensors[i] is not None]
             if len(places) == 1:
                 places = [slice(places[0], places[0] + 1)]  # so that one tensor comes as a sequence, too
             given = operator.itemgetter(*places)
@@ -118,8 +118,8 @@ class Cache(dict[tuple[Any, ...], Any]):
             strides: Any = [list(x.stride()) for x in there]
             alike = TensorGuards(*there, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
             offsets = [x.data_ptr() & 15 for x in there]
-            guard = (facts, given, alike, offsets, precision, twins, value)
-            self._recent, self._in_vain = (guard, *self._recent[: _RECENT - 1]), 0
+            guard = (facts, given, alike, offsets, precision, aliases, value)
+            self._recent, self._misses = (guard, *self._recent[: _RECENT - 1]), 0
         else:
-            self._in_vain += 1
+            self._misses += 1
         return value, key

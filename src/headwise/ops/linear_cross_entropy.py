@@ -145,7 +145,7 @@ def linear_cross_entropy_forward_backward(
 
 def _gradients_at_once(hidden: Any, weight: Any, bias: Any) -> str:
     """Which gradients the forward makes: letters of hidden, weight, bias."""
-    if not isinstance(hidden, Tensor) or _autocast.lowered_dtype(hidden) not in _WIDE_RANGE:
+    if not isinstance(hidden, Tensor) or _autocast.autocast_dtype_of(hidden) not in _WIDE_RANGE:
         return ""
     named = (("h", hidden), ("w", weight), ("b", bias))
     return "".join(letter for letter, x in named if isinstance(x, Tensor) and x.requires_grad)

@@ -69,8 +69,8 @@ class _Call(NamedTuple):
     def empty(self, lse: Tensor) -> Tensor | None:
         """bool, like lse: the rows that see nothing of the range; None if there are none.
 
-        The kernel gives such a row an lse of 0, or NaN where the keys or the row hold one. Others may have that as well: so
-        the mask is asked, but only then.
+        The kernel gives such a row an lse of 0, or NaN where the keys or the row hold one. Other rows may
+        have these values too; only then is the mask read.
         """
         if self.additive is None or not ((lse == 0) | lse.isnan()).any():
             return None

@@ -53,6 +53,7 @@ def _counted(targets: Targets) -> Tensor:
 def _loss(sweep: Sweep, args: CrossEntropy) -> Tensor:
     losses = sweep.losses()
     if args.reduction == "none":
-        return losses.view(args.targets.shape).to(sweep.stats.dtype, copy=True)  # autograd lets nobody change a view
+        # A copy: a returned view could not be written to.
+        return losses.view(args.targets.shape).to(sweep.stats.dtype, copy=True)
     total = losses.sum() / _counted(sweep.targets) if args.reduction == "mean" else losses.sum()
     return total.to(sweep.stats.dtype)

@@ -22,7 +22,7 @@ def embedding_forward(args: Embedding) -> Tensor:
     flat = ids.reshape(-1)
     outside = (flat < 0) | (flat >= rows)
     some_outside = bool(outside.any())
-    y = weight.new_empty((*ids.shape, width))  # autograd lets nobody change a view
+    y = weight.new_empty((*ids.shape, width))  # a returned view could not be written to
     flat_y = y.view(flat.numel(), width)
     torch.index_select(weight, 0, flat.masked_fill(outside, 0) if some_outside else flat, out=flat_y)
     if some_outside:

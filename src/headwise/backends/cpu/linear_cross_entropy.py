@@ -110,7 +110,7 @@ def linear_cross_entropy_forward(args: LinearCrossEntropy) -> Results:
     entropies = sweep.entropies() if args.return_entropy else None
 
     def result(x: Tensor) -> Tensor:
-        return x.to(call.dtype, copy=x._is_view())  # autograd lets nobody change a view
+        return x.to(call.dtype, copy=x._is_view())  # a returned view could not be written to
 
     per_token = [None if x is None else result(x.view(args.targets.shape)) for x in (logprobs, entropies)]
     return (result(loss), *per_token, stats, *made)

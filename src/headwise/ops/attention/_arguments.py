@@ -50,7 +50,7 @@ class Flags(NamedTuple):
     softcap: float  # 0.0: none
     deterministic: bool
     dropout: float = 0.0  # 0.0: none
-    unrounded: bool = False  # out, or dq, dk and dv, stay in the dtype of the sums: for those who go on adding
+    unrounded: bool = False  # out, or dq, dk and dv, stay in the dtype of the sums: the caller adds more to them
 
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of out and of the gradients of q, k and v, which have this dtype."""

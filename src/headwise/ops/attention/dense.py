@@ -67,7 +67,8 @@ def attention(
     bias           added to the scaled logits, broadcastable the same way, differentiable
     kv_lengths     ``(B,)`` ints: keys from there on do not exist; positions become ``p = i + kv_lengths[b] - Sq``
     q_lengths      ``(B,)`` ints: queries from there on do not exist (zeros, lse -inf, no gradient); positions become
-                   ``p = i + (kv_lengths[b] or Sk) - q_lengths[b]``. A right-padded batch is q_lengths=kv_lengths=lengths
+                   ``p = i + (kv_lengths[b] if given, else Sk) - q_lengths[b]``. A right-padded batch is
+                   q_lengths=kv_lengths=lengths
     kv_starts      ``(B,)`` ints: keys before it do not exist (left padding); positions stay
     scale          default ``1 / sqrt(D)``
     softcap        ``c · tanh(s / c)`` on the scaled logit, before bias and masks
