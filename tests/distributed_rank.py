@@ -24,7 +24,7 @@ from headwise import testing
 from headwise.benchmark.distributed import counted
 from headwise.benchmark.memory import peak_extra
 from headwise.cases import attention as attention_cases
-from headwise.distributed import blocks, costs, shards
+from headwise.distributed import blocks, costs, groups, models, shards
 
 SHORT = {"B": 2, "Hq": 4, "Hk": 2, "Sq": 67, "Sk": 67, "D": 16, "Dv": 16}
 FLAGS = ("causal", "window", "softcap", "scale", "kv_lengths", "q_lengths", "kv_starts")
@@ -55,7 +55,7 @@ CASES = {
     "documents": {"cu_seqlens": [0, 5, 5, 40, 41, 60], "causal": True, "B": 1, "sink": True},
     "documents, window": {"cu_seqlens": [0, 1, 37, 67], "window": (6, 3), "Hq": 6, "Hk": 3},
     "fewer heads than ranks": {"Hq": 1, "Hk": 1, "bias": (67, 67), "sink": True, "causal": True},
-    "no batch": {"B": 0},
+    "no batch": {"B": 0, "sink": True, "bias": (1, 4, 1, 67)},
     "more ranks than key heads": {"Hq": 6, "Hk": 1, "causal": True},
     "uneven heads": {"Hq": 10, "Hk": 2, "causal": True, "sink": True},
 }
@@ -163,6 +163,18 @@ def check_bits(group):
             results["out"].float().square().sum().backward()
             found.append([results["out"], results["lse"], *(x.grad for x in leaves.values())])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), method
+
+
+def check_no_batch(group, ranks):
+    """Weights get gradients of zero, as in one process, and not none: an optimizer or DDP may wait for them."""
+    for method, return_lse in itertools.product((*METHODS, "auto"), (False, True)):
+        q = torch.zeros(0, 2, 4, 8, requires_grad=True)
+        sink, bias = torch.ones(2, requires_grad=True), torch.ones(2, 1, 4 * ranks, requires_grad=True)
+        found = hwd.context_parallel_attention(
+            q, q, q, group, method=method, sink=sink, bias=bias, return_lse=return_lse
+        )
+        (found[0] if return_lse else found).sum().backward()
+        assert all(x.grad is not None and (x.grad == 0).all() for x in (q, sink, bias)), method
 
 
 def check_shards(group, rank, ranks):
@@ -332,6 +344,17 @@ def check_refusals(group, rank, ranks):
     refused(TypeError, ["return_logprobs"], lambda: loss(return_logprobs=1))
     weighted = partial(hwd.vocabulary_parallel_linear_cross_entropy, x[0, 0], x[0, 1], torch.arange(4), group)
     refused(ValueError, ["gradient"], lambda: weighted(token_weights=torch.ones(4).requires_grad_(last)))
+    leaf = x[0, 0].clone().requires_grad_()  # its gradient is asked for on some ranks alone
+    for run in (
+        lambda: hwd.vocabulary_parallel_cross_entropy(leaf, torch.arange(4), group),
+        lambda: hwd.vocabulary_parallel_linear_cross_entropy(leaf, x[0, 1], torch.arange(4), group),
+        lambda: attend(leaf[None, None], x[:, :1], x[:, :1], group),
+    ):
+        with torch.set_grad_enabled(not last):
+            refused(ValueError, ["gradient", "on every rank"], run)
+    refused(
+        ValueError, ["no rank has a class"], lambda: hwd.vocabulary_parallel_cross_entropy(x[..., :0], *loss.args[1:])
+    )
     refused(ValueError, ["backend", "whole rows"], lambda: weighted(backend="webgpu"))
     refused(ValueError, ["backend", "'cpu' on rank"], lambda: loss(backend="cpu" if last else None))
     linear, labels = hwd.vocabulary_parallel_linear_cross_entropy, torch.arange(4)
@@ -442,6 +465,7 @@ def check_order(group, rank, ranks):
                     refused(ValueError, ["backward of calls", "same order"], out.sum().backward)
                 else:
                     out.sum().backward()
+    check_going_on(group, rank, ranks, x)
     losses = [hwd.vocabulary_parallel_linear_cross_entropy(hidden, hidden[:2], targets, group) for _ in range(2)]
     for loss in reversed(losses) if rank == ranks - 1 else losses:
         refused(ValueError, ["backward of calls"], loss.backward)
@@ -453,6 +477,57 @@ def check_order(group, rank, ranks):
     )
 
 
+def check_going_on(group, rank, ranks, x):
+    """One rank leaves its backward out, or gives up on a batch: all of them are told, and can go on together."""
+    last, words, few = rank == ranks - 1, ["same order", f"rank {ranks - 1} is"], torch.ones(3, 4)
+    hidden = few.clone().requires_grad_()
+    peers = groups.peers_of("model", group)
+
+    def attended(method="ring", **flags):
+        y = Cut.apply(x, group, "zigzag").detach().requires_grad_()
+        return hwd.context_parallel_attention(y, y, y, group, method=method, **flags)
+
+    def lost(value=None):
+        """The loss over the vocabulary."""
+        return hwd.vocabulary_parallel_linear_cross_entropy(hidden, few[:2], torch.arange(3), group)
+
+    def total():
+        return models._Total.apply(torch.ones(()), peers, 1)
+
+    def decoded():
+        return hwd.context_parallel_decode(few[None], few[None, :, None], few[None, :, None], torch.tensor([1]), group)
+
+    for first, following in (
+        *((partial(attended, method), attended) for method in METHODS),
+        (partial(attended, "ulysses", bias=torch.ones(1, 1, 1, requires_grad=True)), decoded),
+        (attended, lost), (attended, total), (lost, attended), (lost, lost), (lost, decoded),
+    ):  # fmt: skip
+        found = first()
+        refused(ValueError, words, following if last else found.sum().backward)
+        refused(ValueError, words, (lambda: hwd.sum_gradients(torch.nn.Linear(2, 2), group)) if last else total)
+        assert int(total()) == ranks
+    found = attended()
+    mistaken = partial(attended, window=(-3, 0)) if last else found.sum().backward
+    refused(ValueError, ["window" if last else "same order"], mistaken)
+    attended().sum().backward()
+
+
+def check_hosts(group, rank, ranks):
+    """What `auto` takes for the links between ranks: those of one machine, or a network if one rank runs elsewhere."""
+    x, asked = torch.randn(1, 2, 8, 8), []
+
+    def noted(device, one_host, real=costs.machine_of):
+        asked.append(one_host)
+        return real(device, one_host)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "machine_of", noted)
+        for name in ("here", "elsewhere" if rank == ranks - 1 else "here"):
+            patch.setattr(groups, "host_name", lambda name=name: name)
+            hwd.context_parallel_attention(x, x, x, group)
+    assert asked == [True, False]
+
+
 def check_first_messages(ranks):
     """Before messages between some ranks there is one collective of all of them in every group, on the tensors' device."""
     group, log = dist.new_group(list(range(ranks))), []
@@ -462,7 +537,7 @@ def check_first_messages(ranks):
         return lambda *args, **flags: (log.append(name), real(*args, **flags))[1]
 
     x = torch.randn(1, 1, 40, 8)
-    names = ("all_reduce", "all_gather_object", "batch_isend_irecv")
+    names = ("all_reduce", "all_gather", "batch_isend_irecv")
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.setattr(dist, name, noted(name))
@@ -471,16 +546,18 @@ def check_first_messages(ranks):
                 x, x, x, group, method="ring", causal=True, window=(3, None), layout="contiguous"
             )
     calls = [log.count(name) for name in names]
-    assert log[:2] == ["all_gather_object", "all_reduce"]
-    assert calls[:2] == [1, 2]
+    assert log[:3] == ["all_gather", "all_gather", "all_reduce"]
+    assert calls[:2] == [1, 4]
     assert calls[2] > 0
 
 
 CHECKS = (
     check_first_messages,
+    check_hosts,
     check_shards,
     check_attention,
     check_bits,
+    check_no_batch,
     check_cancelling,
     check_autocast,
     check_decode,

@@ -246,6 +246,10 @@ def test_auto_chooses_by_cost():
         (costs.CPU, costs.Sizes(1, 4, 1, 64, 64, 4), False, "ring"),
     ):
         assert costs.choose(sizes, plan, machine, True, scores) == best, sizes
+    links = [costs.machine_of(torch.device(kind), one) for kind in ("cpu", "cuda") for one in (True, False)]
+    assert links == [costs.CPU, costs.CPU, costs.NVLINK, costs.INFINIBAND]
+    few = costs.Sizes(1, 4, 1, 128, 128, 2)  # in one machine gathered; a network is slow enough to be worth an overlap
+    assert costs.choose(few, plan, costs.INFINIBAND, True) == "ring"
     assert costs.choose(sizes, plan_of(1, 64, 64, "zigzag", -1, 0), costs.CPU, True) == "gather"
 
 

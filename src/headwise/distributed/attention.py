@@ -15,7 +15,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from headwise import layout as memory
 from headwise.distributed import costs, ring, ulysses
 from headwise.distributed.blocks import Options, Plan, Region, length_of
-from headwise.distributed.groups import Description, Group, Peers, agree, check_plain, flag_values, peers_of
+from headwise.distributed.groups import (
+    Description,
+    Group,
+    Peers,
+    agree,
+    check_plain,
+    flag_values,
+    needs_gradient,
+    peers_of,
+)  # fmt: skip
 from headwise.distributed.shards import Segment, check_layout, parts_of
 from headwise.ops import _autocast, _checks
 from headwise.ops.attention import _arguments, unrounded
@@ -90,7 +99,7 @@ def context_parallel_attention(
             )
         return _describe(q, k, v, sink, scores, values, flags[0], method, layout, return_lse, backend)
 
-    told, number = agree(peers, check)
+    told, number, one_host = agree(peers, check)
     of_q, of_k = (parts_of(OP, name, [x[n] for x in told], layout) for n, name in ((0, "q"), (1, "k and v")))
     regions = _regions(q.shape[0], length_of(of_q), length_of(of_k), values)
     for n, name in enumerate(SCORES):
@@ -101,7 +110,8 @@ def context_parallel_attention(
                 "them, or as many as their queries"
             )
     if q.shape[0] == 0:
-        nothing = q.new_zeros(*q.shape[:3], v.shape[3]) + (q.sum() + k.sum() + v.sum())
+        none = (x.reshape(-1)[:0].sum() for x in (q, k, v, bias, sink) if x is not None)
+        nothing = q.new_zeros(*q.shape[:3], v.shape[3]) + sum(none)  # gradients are zeros, as in one process
         return (nothing, nothing.sum(-1).to(memory.statistics_dtype(q.dtype))) if return_lse else nothing
     for name, x in scores.items():
         if x is not None and _keys(x) not in (1, length_of(of_k)):
@@ -115,7 +125,7 @@ def context_parallel_attention(
     options = Options(flags[0].scale, flags[0].softcap or None, flags[0].deterministic, backend)
     if method == "auto":  # as for training: a forward without gradients may be computed again with them
         scored = any(x is not None for x in scores.values())
-        method = costs.choose(costs.Sizes.of(q, k, v), plan, costs.machine_of(q.device), True, scored)
+        method = costs.choose(costs.Sizes.of(q, k, v), plan, costs.machine_of(q.device, one_host), True, scored)
     call = ring.Call(peers, plan, options, method, number)
     with _autocast.disabled():  # the float32 parts of a row stay float32
         if method == "ulysses":
@@ -257,8 +267,7 @@ def _describe(
     backend: str | None,
 ) -> Description:  # fmt: skip
     tensors = {"q": q, "k": k, "v": v, "sink": sink, "bias": scores["bias"]}
-    enabled = torch.is_grad_enabled()
-    needed = tuple(name for name, x in tensors.items() if enabled and x is not None and x.requires_grad)
+    needed = tuple(name for name, x in tensors.items() if needs_gradient(x))
     same: dict[str, Any] = {
         "B, Hq, D": (*q.shape[:2], q.shape[3]), "Hk, Dv": (k.shape[1], v.shape[3]), "dtype": str(q.dtype),
         "device": q.device.type, "sink": None if sink is None else str(sink.dtype), "method": method, "layout": layout,

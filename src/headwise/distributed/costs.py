@@ -94,8 +94,11 @@ def _choose(sizes: Sizes, plan: Plan, machine: Machine, gradient: bool, scores: 
     return min(known, key=lambda name: slowest(name, sizes, plan, machine, gradient))
 
 
-def machine_of(device: torch.device) -> Machine:
-    return CPU if device.type == "cpu" else NVLINK
+def machine_of(device: torch.device, one_host: bool) -> Machine:
+    """Of ranks that compute on such a device. Between hosts a rank sends at the speed of its network."""
+    if device.type == "cpu":
+        return CPU
+    return NVLINK if one_host else INFINIBAND
 
 
 def slowest(method: str, sizes: Sizes, plan: Plan, machine: Machine, gradient: bool) -> float:

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from headwise import layout as memory
-from headwise.distributed.groups import Description, Group, agree, check_plain, flag_values, gather, peers_of
+from headwise.distributed.groups import (
+    Description,
+    Group,
+    agree,
+    check_plain,
+    flag_values,
+    gather,
+    needs_gradient,
+    peers_of,
+)  # fmt: skip
 from headwise.ops import _autocast, _checks
 from headwise.ops.attention import _arguments, merge_attention, unrounded
 from headwise.ops.attention._arguments import UNBOUNDED, Window
@@ -94,7 +103,7 @@ def _check(
 ) -> _arguments.Decode:  # fmt: skip
     found = check_decode(OP, q, k_cache, v_cache, lengths, kv_starts, block_table, sink, window, scale, softcap, None)
     _checks.boolean(OP, "return_lse", return_lse)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, sink)):
+    if any(map(needs_gradient, (q, k_cache, v_cache, sink))):
         raise NotImplementedError(
             f"{OP}: an input requires a gradient, and there is none: call it under torch.no_grad()"
         )

@@ -12,11 +12,20 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from headwise.distributed.attention import context_parallel_attention
-from headwise.distributed.groups import Description, Group, Peers, agree, answered, fingerprint, peers_of
+from headwise.distributed.groups import (
+    Description,
+    Group,
+    Kind,
+    Peers,
+    agree,
+    fingerprint,
+    peers_of,
+    same_turn,
+    sum_everywhere,
+)  # fmt: skip
 from headwise.distributed.shards import segments, shard_positions, taken
 from headwise.nn import Attention, Packing
 
@@ -158,8 +167,7 @@ def sum_gradients(model: nn.Module, group: Group) -> None:
     # Behind the gradients: who has one at all.
     grads = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(dtype) for p in parameters]
     flat = torch.cat([*grads, grads[0].new_tensor([p.grad is not None for p in parameters])])
-    with answered(peers, "the sum of the gradients of the weights"):
-        dist.all_reduce(flat, group=peers.group)
+    sum_everywhere(peers, flat, "the sum of the gradients of the weights")
     *totals, present = flat.split([*(p.numel() for p in parameters), len(parameters)])
     for parameter, total, some in zip(parameters, totals, present.tolist(), strict=True):
         parameter.grad = total.view_as(parameter).to(parameter.dtype, copy=True) if some else None
@@ -170,8 +178,9 @@ class _Total(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, peers: Peers, factor: int) -> Tensor:
         ctx.factor = factor
         total = part.detach().clone()
-        with answered(peers, "the sum of the loss"):
-            dist.all_reduce(total, group=peers.group)
+        # A rank that gave up on this batch may be at the next one.
+        same_turn(peers, Kind.LOSS, "the sum of the loss")
+        sum_everywhere(peers, total, "the sum of the loss")
         return total
 
     @staticmethod
