@@ -26,7 +26,7 @@ from headwise.distributed.groups import (
     same_turn,
     sum_everywhere,
 )  # fmt: skip
-from headwise.distributed.shards import segments, shard_positions, taken
+from headwise.distributed.shards import segments, shard_length, shard_positions, taken
 from headwise.nn import Attention, Packing
 
 OP = "context_parallel"
@@ -47,6 +47,16 @@ class Sharding:
 
     def cut(self, x: Tensor, dim: int) -> Tensor:
         return taken(x, segments(x.shape[dim], self.peers.rank, self.peers.ranks, self.layout), dim)
+
+    def check_tokens(self, total: int) -> None:
+        """Every rank gets some of a sequence, for models that cannot be called without any."""
+        ranks = self.peers.ranks
+        for rank in range(ranks):
+            if not shard_length(total, rank, ranks, self.layout):
+                raise ValueError(
+                    f"{OP}: the model is called with {total} tokens on {ranks} ranks, of which rank {rank} gets none in the "
+                    f"{self.layout} layout; it needs one at least on every rank: {2 * ranks} are always enough"
+                )
 
     def positions(self, total: int, device: torch.device) -> Tensor:
         return shard_positions(total, self.group, layout=self.layout, device=device)
