@@ -29,6 +29,7 @@ from headwise.reference.attention import visible_keys
 
 RANK = Path(__file__).with_name("distributed_rank.py")
 MODELS = Path(__file__).with_name("distributed_models.py")
+MESHES = Path(__file__).with_name("distributed_meshes.py")
 FAULTS = Path(__file__).with_name("distributed_faults.py")
 SECONDS = 120
 
@@ -65,6 +66,12 @@ def _run(ranks, folder, *names, script=RANK):
 def test_models_over_ranks(tmp_path):
     """`distributed_models`: headwise.nn and Transformers, DDP, FSDP2, checkpointing, torch.compile, DTensor."""
     _run(2, tmp_path, script=MODELS)
+
+
+@pytest.mark.slow
+def test_two_by_two_ranks(tmp_path):
+    """`distributed_meshes`: DTensors on a mesh of two dimensions; DDP, HSDP and FSDP2 beside a dimension of context."""
+    _run(4, tmp_path, script=MESHES)
 
 
 def test_a_lost_rank_is_an_error_on_the_others(tmp_path):

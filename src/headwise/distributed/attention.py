@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from headwise import layout as memory
-from headwise.distributed import costs, ring, ulysses
+from headwise.distributed import costs, dtensors, ring, ulysses
 from headwise.distributed.blocks import Options, Plan, Region, length_of
 from headwise.distributed.groups import (
     Description,
@@ -58,7 +58,9 @@ def context_parallel_attention(
                    of each other; their borders may lie anywhere
     other flags    as in `attention`, positions being those of the whole sequence; dropout is not there
 
-    q, k and v may be DTensors on a DeviceMesh of one dimension, sharded along dimension 2; so are the results then.
+    q, k and v may be DTensors, sharded along dimension 2 on the dimension of the mesh that group is, as in mesh["context"],
+    and along dimension 0 or 1 or not at all on others; so are the results then. Other DTensors lie as q does, and the
+    gradients of those that are the same on several ranks are Partial there. Tensors that are none are this rank's part.
     With method "ulysses" there is no mask or bias beside cu_seqlens.
 
     Every rank of the group calls it, and calls backward, in the same order. Arguments that differ between ranks are refused
@@ -144,42 +146,11 @@ def context_parallel_attention(
 def _of_dtensors(
     q: DTensor, k: Any, v: Any, group: Group, layout: str, arguments: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    mesh = q.device_mesh
-
-    def check() -> Description:
-        _check_dtensors(q, k, v, group, arguments)
-        return Description({"kind of tensor": "DTensor"}, ())
-
-    agree(peers_of(OP, mesh if mesh.ndim == 1 else group), check)
-    for name, x in arguments.items():
-        if isinstance(x, DTensor):  # its gradient is a part on every rank
-            arguments[name] = x.to_local(grad_placements=(Partial(),))
-    local = (x.to_local() for x in (q, k, v))
-    found = context_parallel_attention(*local, mesh, layout=layout, **arguments)
-    shape = (*q.shape[:3], v.shape[3])
-
-    def whole(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(x.contiguous(), mesh, (Shard(2),), shape=torch.Size(shape), stride=stride)
-
-    return (whole(found[0], shape), whole(found[1], shape[:3])) if isinstance(found, tuple) else whole(found, shape)
-
-
-def _check_dtensors(q: DTensor, k: Any, v: Any, group: Group, arguments: dict[str, Any]) -> None:
-    mesh = q.device_mesh
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, DTensor):
-            raise TypeError(f"{OP}: q is a DTensor and {name} is {type(x).__name__}; q, k and v need to be of one kind")
-        if x.device_mesh != mesh or mesh.ndim != 1 or tuple(x.placements) != (Shard(2),):
-            raise ValueError(
-                f"{OP}: {name} is a DTensor with placements {x.placements} on {x.device_mesh}; it needs (Shard(2),) on the "
-                "one-dimensional DeviceMesh of q"
-            )
-    if peers_of(OP, group).group is not mesh.get_group():
-        raise ValueError(f"{OP}: group is {group!r} and q lies on {mesh}; they need to be the same")
-    for name, x in arguments.items():
-        if isinstance(x, DTensor) and tuple(x.placements) != (Replicate(),):
-            raise ValueError(f"{OP}: {name} is a DTensor with placements {x.placements}; it needs (Replicate(),)")
+    placed = dtensors.placed(OP, q, k, v, group, arguments)
+    found = context_parallel_attention(*placed.local, placed.group, layout=layout, **placed.arguments)
+    if isinstance(found, tuple):
+        return placed.whole(found[0], v.shape[3]), placed.whole(found[1])
+    return placed.whole(found, v.shape[3])
 
 
 def _check(

@@ -70,7 +70,8 @@ def peers_of(op: str, group: Any) -> Peers:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"{op}: group is a DeviceMesh of {group.ndim} dimensions; it needs one: name it, as in mesh['context']"
+                f"{op}: group is a DeviceMesh of {group.ndim} dimensions, {group.mesh_dim_names}; it needs one: name it, as "
+                "in mesh['context']"
             )
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
