@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import random
+import runpy
 import subprocess
 import sys
 import time
@@ -306,6 +308,22 @@ def test_a_ring_of_eight_blocks_loses_no_digits(dtype, monkeypatch):
     for ours, true in zip((ring.out, gradients.dq, dk, dv), (true_out, *truth), strict=True):
         assert ours.dtype == torch.float32
         assert (ours - true).norm() < 1e-6 * true.norm()
+
+
+def test_the_script_that_times_ranks_one_after_the_other(tmp_path, monkeypatch):
+    """On the CPU; a row for every rank, and the first of them before the time is over."""
+    script, path = RANK.parents[1] / "scripts" / "time_context_parallel_ranks.py", tmp_path / "rows.csv"
+    for seconds, expected in (("60", 41), ("0", 1)):
+        monkeypatch.setattr(sys, "argv", [str(script), str(path), "--tokens", "2048", "--seconds", seconds])
+        runpy.run_path(str(script), run_name="__main__")
+        rows = list(csv.DictReader(path.read_text().splitlines()))
+        assert len(rows) == expected
+        assert all(float(row[name]) > 0 for row in rows for name in ("seconds", "modelled", "pairs", "tflops"))
+        if len(rows) > 1:
+            kinds = {(row["method"], row["direction"], row["results"]) for row in rows}
+            assert len(kinds) == 5
+            pairs = {int(row["pairs"]) for row in rows if (row["ranks"], row["layout"]) == ("64", "zigzag")}
+            assert pairs == {8 * 2048 * 2049 // 2 // 64}
 
 
 def test_the_bench_judges_bytes_balance_and_memory():
