@@ -7,7 +7,7 @@ cost model of `headwise.distributed.costs` counts the pairs of a query and a key
 ``modelled`` the seconds that the model says for them.
 
 results  "rounded": in the dtype of the inputs, which the Hopper kernels write. "float32": of 16-bit inputs, for what is
-         merged or summed over ranks; on a GPU with Hopper kernels the plain ones compute it. Rows of both for the same rank say
+         merged or summed over ranks; on a GPU with Hopper kernels the plain ones compute it. Rows of both for a rank say
          what the model's slowdown of such results should be
 
 Every row is in the file when it is measured; the shortest come first.
@@ -32,7 +32,8 @@ from headwise.distributed.shards import Segment, segments, taken
 
 HEADS, KEY_HEADS, DIM = 8, 1, 128
 COLUMNS = (
-    "device", "tokens", "ranks", "layout", "method", "direction", "results", "rank", "seconds", "modelled", "pairs", "tflops",
+    "device", "tokens", "ranks", "layout", "method", "direction", "results", "rank", "seconds", "modelled", "pairs",
+    "tflops",
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from distributed_bytes import check_bytes, check_memory
 from distributed_losses import OnAll, check_loss
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -21,10 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import headwise.distributed as hwd
 from headwise import reference as oracle
 from headwise import testing
-from headwise.benchmark.distributed import counted
-from headwise.benchmark.memory import peak_extra
 from headwise.cases import attention as attention_cases
-from headwise.distributed import blocks, costs, groups, models, shards
+from headwise.distributed import costs, groups, models
 
 SHORT = {"B": 2, "Hq": 4, "Hk": 2, "Sq": 67, "Sk": 67, "D": 16, "Dv": 16}
 FLAGS = ("causal", "window", "softcap", "scale", "kv_lengths", "q_lengths", "kv_starts")
@@ -271,16 +270,29 @@ def check_decode(group, rank, ranks):
         if number % 3:
             tables = [paged(x, 4, torch.Generator().manual_seed(rank)) for x in caches]
             caches, where = [pages for pages, _ in tables], {"block_table": tables[0][1]}
-        found = hwd.context_parallel_decode(q, *caches, lengths, group, return_lse=True, **flags, **where)
+        both = []
+        for way in costs.DECODE:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(costs, "way_of_decode", lambda *_, way=way: way)
+                both.append(hwd.context_parallel_decode(q, *caches, lengths, group, return_lse=True, **flags, **where))
         inputs = {"q": q, "k_cache": k, "v_cache": v, "lengths": lengths, **flags}
         versions = [
             oracle.attention_decode(**testing.upcast(inputs, to)) for to in (torch.float64, dtype, torch.float32)
         ]
         plain = versions[1][0], versions[2][1]
-        for name, ours, truth, other in zip(("out", "lse"), found, versions[0], plain, strict=True):
-            error = testing.compare(name, ours, truth, other)
-            assert error.ok, f"decode, {dtype}, {queries}, {flags}, {where}: {error}"
-        assert found[0].dtype == dtype
+        for way, found in zip(costs.DECODE, both, strict=True):
+            for name, ours, truth, other in zip(("out", "lse"), found, versions[0], plain, strict=True):
+                error = testing.compare(name, ours, truth, other)
+                assert error.ok, f"decode, {way}, {dtype}, {queries}, {flags}, {where}: {error}"
+            assert found[0].dtype == dtype
+            on_rank_0 = found[0].clone()
+            dist.broadcast(on_rank_0, 0, group=group)
+            assert torch.equal(found[0], on_rank_0)
+    few, part = torch.ones(1, 1, 16), torch.ones(1, 1, 2, 16)  # fewer rows than ranks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "way_of_decode", lambda *_: "scatter")
+        found = hwd.context_parallel_decode(few, part, part, torch.tensor([2 * ranks]), group)
+        assert torch.allclose(found, few)
     beyond = hwd.context_parallel_decode(q, *caches, lengths + torch.tensor([1, 0, 0, 0]), group, **where)
     assert beyond.flatten(1).isnan().all(1).tolist() == [True, False, False, False]
 
@@ -374,82 +386,6 @@ def check_refusals(group, rank, ranks):
     refused(kind, ["logits is a DTensor"], lambda: hwd.vocabulary_parallel_cross_entropy(spread, *loss.args[1:]))
     assert torch.equal(attend(x, x, x, mesh), attend(x, x, x, group))
     refused(ValueError, ["2 dimensions"], lambda: attend(x, x, x, init_device_mesh("cpu", (1, ranks))))
-
-
-BYTES = {
-    "causal": {"left": -1, "right": 0},
-    "window": {"left": 200, "right": 0, "layout": "contiguous"},
-    "window, zigzag": {"left": 50, "right": 20},
-    "documents": {"left": -1, "right": 0, "layout": "contiguous", "documents": 5},
-    "documents, zigzag": {"left": -1, "right": 0, "documents": 9},
-    "few key heads": {"left": -1, "right": -1, "Hk": 1},
-    "few key heads, 16 bits": {"left": -1, "right": 0, "Hk": 1, "dtype": torch.bfloat16},
-}
-
-
-def check_bytes(group, rank, ranks):
-    """What the sockets have sent is what the cost model says, within 5 %."""
-    length, heads, dim = 256 * ranks, 8, 32
-    few = torch.randn(1, 1, 1, 1)
-    told = counted(lambda: hwd.context_parallel_attention(few, few, few, group, method="gather", layout="contiguous"))
-    for name, how in BYTES.items():
-        params = {"layout": "zigzag", "Hk": 4, "documents": 0, **how}
-        sides = tuple(None if side < 0 else side for side in (how["left"], how["right"]))
-        ends = (
-            [n * length // params["documents"] for n in range(params["documents"] + 1)] if params["documents"] else None
-        )
-        dtype = params.get("dtype", torch.float32)
-        q, k, v = (torch.randn(1, h, length, dim, dtype=dtype) for h in (heads, params["Hk"], params["Hk"]))
-        q, k, v = (hwd.shard(x, group, dim=2, layout=params["layout"]).requires_grad_() for x in (q, k, v))
-        parts = tuple(shards.segments(length, r, ranks, params["layout"]) for r in range(ranks))
-        documents = [shards.Segment(*pair) for pair in itertools.pairwise(ends or [0, length])]
-        regions = tuple(blocks.Region(part, part) for part in documents)
-        plan = blocks.Plan(rank, parts, parts, how["left"], how["right"], regions, ends is not None)
-        flags = {
-            "layout": params["layout"], "window": sides, "cu_seqlens": None if ends is None else torch.tensor(ends)
-        }  # fmt: skip
-
-        def run(method, gradient, q=q, k=k, v=v, flags=flags):
-            with torch.set_grad_enabled(gradient):
-                out = hwd.context_parallel_attention(q, k, v, group, method=method, **flags)
-                if gradient:
-                    out.sum().backward()
-
-        for method, gradient in itertools.product(METHODS, (False, True)):
-            sent = counted(partial(run, method, gradient)) - told
-            modelled = costs.cost(method, costs.Sizes.of(q, k, v), plan, gradient).sent
-            assert abs(sent - modelled) <= 0.05 * modelled + 500 * ranks, (name, method, gradient, sent, modelled)
-    of_loss = [
-        counted(partial(hwd.vocabulary_parallel_cross_entropy, torch.randn(n, 5), torch.ones(n).long(), group))
-        for n in (1, 8001)
-    ]
-    numbers = 2 * 4 * 8000 * (ranks - 1)  # two a row
-    assert abs(of_loss[1] - of_loss[0] - numbers) <= 0.05 * numbers, of_loss
-
-
-def check_memory(group, rank, ranks):
-    """With as many tokens on each rank, a ring of more ranks holds no more; gather does."""
-    if ranks < 4:
-        return
-    three, held = dist.new_group([0, 1, 2]), {}
-    for method, gradient, of in itertools.product(("ring", "gather"), (False, True), (three, group)):
-        if of is three and rank > 2:
-            continue
-        x = torch.randn(1, 2, 600, 64)
-
-        def call(x=x, of=of, method=method, gradient=gradient):
-            leaf = x.clone().requires_grad_(gradient)
-            out = hwd.context_parallel_attention(leaf, leaf, leaf, of, method=method, layout="contiguous")
-            if gradient:
-                out.sum().backward()
-
-        call()
-        held[method, gradient, of is group] = peak_extra(call, "cpu")
-    if rank < 3:
-        assert held["ring", False, True] <= 1.05 * held["ring", False, False], held
-        # A sum of gradients is let go when it has been sent: one more or less of them, by chance.
-        assert held["ring", True, True] <= 1.4 * held["ring", True, False], held
-        assert held["gather", False, True] > 1.2 * held["gather", False, False], held
 
 
 def check_order(group, rank, ranks):
