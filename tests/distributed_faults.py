@@ -1,4 +1,4 @@
-"""Ranks that are lost in the middle of a call: ``python distributed_faults.py FOLDER``.
+"""Ranks that are lost in the middle of a call: ``python distributed_faults.py FOLDER some|all``.
 
 Each scenario is a group of three forked processes. In the phase that it names, one of them raises, is killed, or hangs; the
 others have to raise `RankLostError` before the group's timeout and a little more, and what they computed before has to be
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import headwise as hw
 import headwise.distributed as hwd
-from headwise.distributed import groups
+from headwise.distributed import groups, models
 
 RANKS, LOST = 3, 1
 TIMEOUT = 8.0  # of the group, in seconds
@@ -45,9 +45,15 @@ PHASES = (
     ("ulysses", "the exchange of heads"),
     ("decode", "merging parts"),
     ("loss", "the sum of the gradient of hidden"),
+    ("ring", "connecting"),
+    ("direct", "step 2 of 3 of direct sends, backward"),
+    ("bias", "joining shards"),
+    ("bias", "the sum of the gradient of the bias"),
+    ("weights", "the sum of the gradients of the weights"),
+    ("whole loss", "the sum of the loss"),
+    ("logits", "merging parts"),
 )
-SCENARIOS = (
-    *itertools.product(PHASES, WAYS),
+SPECIAL = (
     *(
         ((what, phase), "wakes")
         for what, phase in PHASES
@@ -56,6 +62,10 @@ SCENARIOS = (
     (("ring", "step 2 of 3 of the ring, forward"), "wakes"),
     (("ring", "comparing arguments"), "elsewhere"),
 )
+SCENARIOS = {
+    "some": (*((phase, WAYS[number % 3]) for number, phase in enumerate(PHASES)), *SPECIAL),
+    "all": (*itertools.product(PHASES, WAYS), *SPECIAL),
+}
 
 
 def tells(way):
@@ -99,10 +109,33 @@ def work(what, group):
         loss = hwd.vocabulary_parallel_linear_cross_entropy(hidden, own, targets, group)
         loss.backward()
         return torch.allclose(loss, hw.linear_cross_entropy(hidden, weight, targets), atol=1e-5)
+    if what == "logits":
+        own = x[0, 1][:, : 8 - dist.get_rank()]
+        loss = hwd.vocabulary_parallel_cross_entropy(own, torch.arange(24) % 8, group)
+        whole = torch.cat([x[0, 1][:, : 8 - rank] for rank in range(RANKS)], 1)
+        return torch.allclose(loss, hw.cross_entropy(whole, torch.arange(24) % 8), atol=1e-5)
+    if what == "weights":
+        layer = torch.nn.Linear(2, 3)
+        layer(torch.full((2,), 1.0 + dist.get_rank())).sum().backward()
+        hwd.sum_gradients(layer, group)
+        return torch.equal(layer.weight.grad, torch.full((3, 2), 6.0))
+    if what == "whole loss":
+        sharding = models.Sharding(group, "ring", "zigzag", False)
+        return float(sharding.whole_loss(torch.tensor(1.0 + dist.get_rank()))) == 6.0
+    if what == "ring":
+        groups._connected.clear()  # as in a group that was not used before
     leaf = x.clone().requires_grad_()
     own = hwd.shard(leaf, group, dim=2)
-    method, flags = ("ring", {"window": (2, 0)}) if what == "direct" else (what, {"causal": True})
-    out = hwd.context_parallel_attention(own, own, own, group, method=method, **flags)
+    method, flags = {"direct": ("ring", {"window": (2, 0)}), "bias": ("ulysses", {})}.get(
+        what, (what, {"causal": True})
+    )
+    if what == "bias":
+        bias = torch.randn(24, 24, generator=generator).requires_grad_()
+        mine = hwd.shard(bias, group, dim=0)
+        out = hwd.context_parallel_attention(own, own, own, group, method=method, bias=mine)
+        flags["bias"] = bias
+    else:
+        out = hwd.context_parallel_attention(own, own, own, group, method=method, **flags)
     out.sum().backward()
     return torch.allclose(out, hwd.shard(hw.attention(x, x, x, **flags), group, dim=2), atol=1e-5)
 
@@ -146,7 +179,7 @@ def main():
     hw.attention(x, x, x)  # what is imported late is imported once, before the processes part
     children = {}
     telling = set()
-    for scenario in SCENARIOS:
+    for scenario in SCENARIOS[sys.argv[2]]:
         for rank in range(RANKS):
             child = os.fork()
             if child == 0:

@@ -44,7 +44,7 @@ def make_loss(maker, *, rows, classes, hidden=None, bias=False, weights=False, *
 def run_loss(group, rank, ranks, arguments, backend):
     arguments = dict(arguments)
     classes = arguments["logits"].shape[-1] if "logits" in arguments else arguments["weight"].shape[0]
-    widths = [3 + r for r in range(ranks - 1)]
+    widths = [0 if r == 1 else 3 + r for r in range(ranks - 1)]  # one rank has no class
     widths.append(classes - sum(widths))
     # The gradient of the whole: each rank's lies in its own classes, the others are zero.
     for name, dim in (("logits", -1), ("weight", 0), ("bias", 0)):

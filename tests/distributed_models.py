@@ -122,7 +122,7 @@ def refused(words, call, kind=NotImplementedError):
         call()
 
 
-def check_refused_models(group):
+def check_refused_models(group, ranks):
     """What would be wrong in silence across ranks."""
     share, build = headwise_transformers.context_parallel, transformers_models.build
     headwise_transformers.register()
@@ -133,6 +133,11 @@ def check_refused_models(group):
     model = build(LLAMA, "headwise")
     share(model, group)
     refused("logits_to_keep", lambda: model(input_ids=ids, logits_to_keep=1))
+    few = transformers_models.tokens(length=ranks - 1)
+    refused(f"{ranks - 1} tokens on {ranks} ranks", lambda: model(input_ids=few, labels=few), ValueError)
+    embedded = model.get_input_embeddings()(few)
+    refused(f"{ranks - 1} tokens on {ranks} ranks", lambda: model(inputs_embeds=embedded), ValueError)
+    model(input_ids=transformers_models.tokens(length=2 * ranks))
     routed = build(transformers_models.BY_NAME["gpt_oss"], "headwise", output_router_logits=True)
     share(routed, group)
     refused("output_router_logits", lambda: routed(input_ids=ids, labels=ids))

@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from distributed_bytes import check_bytes, check_memory
 from distributed_losses import OnAll, check_loss
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -21,10 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import headwise.distributed as hwd
 from headwise import reference as oracle
 from headwise import testing
-from headwise.benchmark.distributed import counted
-from headwise.benchmark.memory import peak_extra
 from headwise.cases import attention as attention_cases
-from headwise.distributed import blocks, costs, shards
+from headwise.distributed import costs, groups, models
 
 SHORT = {"B": 2, "Hq": 4, "Hk": 2, "Sq": 67, "Sk": 67, "D": 16, "Dv": 16}
 FLAGS = ("causal", "window", "softcap", "scale", "kv_lengths", "q_lengths", "kv_starts")
@@ -55,7 +54,7 @@ CASES = {
     "documents": {"cu_seqlens": [0, 5, 5, 40, 41, 60], "causal": True, "B": 1, "sink": True},
     "documents, window": {"cu_seqlens": [0, 1, 37, 67], "window": (6, 3), "Hq": 6, "Hk": 3},
     "fewer heads than ranks": {"Hq": 1, "Hk": 1, "bias": (67, 67), "sink": True, "causal": True},
-    "no batch": {"B": 0},
+    "no batch": {"B": 0, "sink": True, "bias": (1, 4, 1, 67)},
     "more ranks than key heads": {"Hq": 6, "Hk": 1, "causal": True},
     "uneven heads": {"Hq": 10, "Hk": 2, "causal": True, "sink": True},
 }
@@ -165,6 +164,18 @@ def check_bits(group):
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), method
 
 
+def check_no_batch(group, ranks):
+    """Weights get gradients of zero, as in one process, and not none: an optimizer or DDP may wait for them."""
+    for method, return_lse in itertools.product((*METHODS, "auto"), (False, True)):
+        q = torch.zeros(0, 2, 4, 8, requires_grad=True)
+        sink, bias = torch.ones(2, requires_grad=True), torch.ones(2, 1, 4 * ranks, requires_grad=True)
+        found = hwd.context_parallel_attention(
+            q, q, q, group, method=method, sink=sink, bias=bias, return_lse=return_lse
+        )
+        (found[0] if return_lse else found).sum().backward()
+        assert all(x.grad is not None and (x.grad == 0).all() for x in (q, sink, bias)), method
+
+
 def check_shards(group, rank, ranks):
     for layout in ("zigzag", "contiguous"):
         for length in range(4 * ranks + 3):
@@ -259,16 +270,29 @@ def check_decode(group, rank, ranks):
         if number % 3:
             tables = [paged(x, 4, torch.Generator().manual_seed(rank)) for x in caches]
             caches, where = [pages for pages, _ in tables], {"block_table": tables[0][1]}
-        found = hwd.context_parallel_decode(q, *caches, lengths, group, return_lse=True, **flags, **where)
+        both = []
+        for way in costs.DECODE:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(costs, "way_of_decode", lambda *_, way=way: way)
+                both.append(hwd.context_parallel_decode(q, *caches, lengths, group, return_lse=True, **flags, **where))
         inputs = {"q": q, "k_cache": k, "v_cache": v, "lengths": lengths, **flags}
         versions = [
             oracle.attention_decode(**testing.upcast(inputs, to)) for to in (torch.float64, dtype, torch.float32)
         ]
         plain = versions[1][0], versions[2][1]
-        for name, ours, truth, other in zip(("out", "lse"), found, versions[0], plain, strict=True):
-            error = testing.compare(name, ours, truth, other)
-            assert error.ok, f"decode, {dtype}, {queries}, {flags}, {where}: {error}"
-        assert found[0].dtype == dtype
+        for way, found in zip(costs.DECODE, both, strict=True):
+            for name, ours, truth, other in zip(("out", "lse"), found, versions[0], plain, strict=True):
+                error = testing.compare(name, ours, truth, other)
+                assert error.ok, f"decode, {way}, {dtype}, {queries}, {flags}, {where}: {error}"
+            assert found[0].dtype == dtype
+            on_rank_0 = found[0].clone()
+            dist.broadcast(on_rank_0, 0, group=group)
+            assert torch.equal(found[0], on_rank_0)
+    few, part = torch.ones(1, 1, 16), torch.ones(1, 1, 2, 16)  # fewer rows than ranks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "way_of_decode", lambda *_: "scatter")
+        found = hwd.context_parallel_decode(few, part, part, torch.tensor([2 * ranks]), group)
+        assert torch.allclose(found, few)
     beyond = hwd.context_parallel_decode(q, *caches, lengths + torch.tensor([1, 0, 0, 0]), group, **where)
     assert beyond.flatten(1).isnan().all(1).tolist() == [True, False, False, False]
 
@@ -332,6 +356,17 @@ def check_refusals(group, rank, ranks):
     refused(TypeError, ["return_logprobs"], lambda: loss(return_logprobs=1))
     weighted = partial(hwd.vocabulary_parallel_linear_cross_entropy, x[0, 0], x[0, 1], torch.arange(4), group)
     refused(ValueError, ["gradient"], lambda: weighted(token_weights=torch.ones(4).requires_grad_(last)))
+    leaf = x[0, 0].clone().requires_grad_()  # its gradient is asked for on some ranks alone
+    for run in (
+        lambda: hwd.vocabulary_parallel_cross_entropy(leaf, torch.arange(4), group),
+        lambda: hwd.vocabulary_parallel_linear_cross_entropy(leaf, x[0, 1], torch.arange(4), group),
+        lambda: attend(leaf[None, None], x[:, :1], x[:, :1], group),
+    ):
+        with torch.set_grad_enabled(not last):
+            refused(ValueError, ["gradient", "on every rank"], run)
+    refused(
+        ValueError, ["no rank has a class"], lambda: hwd.vocabulary_parallel_cross_entropy(x[..., :0], *loss.args[1:])
+    )
     refused(ValueError, ["backend", "whole rows"], lambda: weighted(backend="webgpu"))
     refused(ValueError, ["backend", "'cpu' on rank"], lambda: loss(backend="cpu" if last else None))
     linear, labels = hwd.vocabulary_parallel_linear_cross_entropy, torch.arange(4)
@@ -353,82 +388,6 @@ def check_refusals(group, rank, ranks):
     refused(ValueError, ["2 dimensions"], lambda: attend(x, x, x, init_device_mesh("cpu", (1, ranks))))
 
 
-BYTES = {
-    "causal": {"left": -1, "right": 0},
-    "window": {"left": 200, "right": 0, "layout": "contiguous"},
-    "window, zigzag": {"left": 50, "right": 20},
-    "documents": {"left": -1, "right": 0, "layout": "contiguous", "documents": 5},
-    "documents, zigzag": {"left": -1, "right": 0, "documents": 9},
-    "few key heads": {"left": -1, "right": -1, "Hk": 1},
-    "few key heads, 16 bits": {"left": -1, "right": 0, "Hk": 1, "dtype": torch.bfloat16},
-}
-
-
-def check_bytes(group, rank, ranks):
-    """What the sockets have sent is what the cost model says, within 5 %."""
-    length, heads, dim = 256 * ranks, 8, 32
-    few = torch.randn(1, 1, 1, 1)
-    told = counted(lambda: hwd.context_parallel_attention(few, few, few, group, method="gather", layout="contiguous"))
-    for name, how in BYTES.items():
-        params = {"layout": "zigzag", "Hk": 4, "documents": 0, **how}
-        sides = tuple(None if side < 0 else side for side in (how["left"], how["right"]))
-        ends = (
-            [n * length // params["documents"] for n in range(params["documents"] + 1)] if params["documents"] else None
-        )
-        dtype = params.get("dtype", torch.float32)
-        q, k, v = (torch.randn(1, h, length, dim, dtype=dtype) for h in (heads, params["Hk"], params["Hk"]))
-        q, k, v = (hwd.shard(x, group, dim=2, layout=params["layout"]).requires_grad_() for x in (q, k, v))
-        parts = tuple(shards.segments(length, r, ranks, params["layout"]) for r in range(ranks))
-        documents = [shards.Segment(*pair) for pair in itertools.pairwise(ends or [0, length])]
-        regions = tuple(blocks.Region(part, part) for part in documents)
-        plan = blocks.Plan(rank, parts, parts, how["left"], how["right"], regions, ends is not None)
-        flags = {
-            "layout": params["layout"], "window": sides, "cu_seqlens": None if ends is None else torch.tensor(ends)
-        }  # fmt: skip
-
-        def run(method, gradient, q=q, k=k, v=v, flags=flags):
-            with torch.set_grad_enabled(gradient):
-                out = hwd.context_parallel_attention(q, k, v, group, method=method, **flags)
-                if gradient:
-                    out.sum().backward()
-
-        for method, gradient in itertools.product(METHODS, (False, True)):
-            sent = counted(partial(run, method, gradient)) - told
-            modelled = costs.cost(method, costs.Sizes.of(q, k, v), plan, gradient).sent
-            assert abs(sent - modelled) <= 0.05 * modelled + 500 * ranks, (name, method, gradient, sent, modelled)
-    of_loss = [
-        counted(partial(hwd.vocabulary_parallel_cross_entropy, torch.randn(n, 5), torch.ones(n).long(), group))
-        for n in (1, 8001)
-    ]
-    numbers = 2 * 4 * 8000 * (ranks - 1)  # two a row
-    assert abs(of_loss[1] - of_loss[0] - numbers) <= 0.05 * numbers, of_loss
-
-
-def check_memory(group, rank, ranks):
-    """With as many tokens on each rank, a ring of more ranks holds no more; gather does."""
-    if ranks < 4:
-        return
-    three, held = dist.new_group([0, 1, 2]), {}
-    for method, gradient, of in itertools.product(("ring", "gather"), (False, True), (three, group)):
-        if of is three and rank > 2:
-            continue
-        x = torch.randn(1, 2, 600, 64)
-
-        def call(x=x, of=of, method=method, gradient=gradient):
-            leaf = x.clone().requires_grad_(gradient)
-            out = hwd.context_parallel_attention(leaf, leaf, leaf, of, method=method, layout="contiguous")
-            if gradient:
-                out.sum().backward()
-
-        call()
-        held[method, gradient, of is group] = peak_extra(call, "cpu")
-    if rank < 3:
-        assert held["ring", False, True] <= 1.05 * held["ring", False, False], held
-        # A sum of gradients is let go when it has been sent: one more or less of them, by chance.
-        assert held["ring", True, True] <= 1.4 * held["ring", True, False], held
-        assert held["gather", False, True] > 1.2 * held["gather", False, False], held
-
-
 def check_order(group, rank, ranks):
     """Ranks that call backward in another order would exchange messages of the same sizes: refused, and right afterwards."""
     x = torch.randn(1, ranks, 4 * ranks, 8, generator=torch.Generator().manual_seed(6))
@@ -442,6 +401,7 @@ def check_order(group, rank, ranks):
                     refused(ValueError, ["backward of calls", "same order"], out.sum().backward)
                 else:
                     out.sum().backward()
+    check_going_on(group, rank, ranks, x)
     losses = [hwd.vocabulary_parallel_linear_cross_entropy(hidden, hidden[:2], targets, group) for _ in range(2)]
     for loss in reversed(losses) if rank == ranks - 1 else losses:
         refused(ValueError, ["backward of calls"], loss.backward)
@@ -453,6 +413,57 @@ def check_order(group, rank, ranks):
     )
 
 
+def check_going_on(group, rank, ranks, x):
+    """One rank leaves its backward out, or gives up on a batch: all of them are told, and can go on together."""
+    last, words, few = rank == ranks - 1, ["same order", f"rank {ranks - 1} is"], torch.ones(3, 4)
+    hidden = few.clone().requires_grad_()
+    peers = groups.peers_of("model", group)
+
+    def attended(method="ring", **flags):
+        y = Cut.apply(x, group, "zigzag").detach().requires_grad_()
+        return hwd.context_parallel_attention(y, y, y, group, method=method, **flags)
+
+    def lost(value=None):
+        """The loss over the vocabulary."""
+        return hwd.vocabulary_parallel_linear_cross_entropy(hidden, few[:2], torch.arange(3), group)
+
+    def total():
+        return models._Total.apply(torch.ones(()), peers, 1)
+
+    def decoded():
+        return hwd.context_parallel_decode(few[None], few[None, :, None], few[None, :, None], torch.tensor([1]), group)
+
+    for first, following in (
+        *((partial(attended, method), attended) for method in METHODS),
+        (partial(attended, "ulysses", bias=torch.ones(1, 1, 1, requires_grad=True)), decoded),
+        (attended, lost), (attended, total), (lost, attended), (lost, lost), (lost, decoded),
+    ):  # fmt: skip
+        found = first()
+        refused(ValueError, words, following if last else found.sum().backward)
+        refused(ValueError, words, (lambda: hwd.sum_gradients(torch.nn.Linear(2, 2), group)) if last else total)
+        assert int(total()) == ranks
+    found = attended()
+    mistaken = partial(attended, window=(-3, 0)) if last else found.sum().backward
+    refused(ValueError, ["window" if last else "same order"], mistaken)
+    attended().sum().backward()
+
+
+def check_hosts(group, rank, ranks):
+    """What `auto` takes for the links between ranks: those of one machine, or a network if one rank runs elsewhere."""
+    x, asked = torch.randn(1, 2, 8, 8), []
+
+    def noted(device, one_host, real=costs.machine_of):
+        asked.append(one_host)
+        return real(device, one_host)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "machine_of", noted)
+        for name in ("here", "elsewhere" if rank == ranks - 1 else "here"):
+            patch.setattr(groups, "host_name", lambda name=name: name)
+            hwd.context_parallel_attention(x, x, x, group)
+    assert asked == [True, False]
+
+
 def check_first_messages(ranks):
     """Before messages between some ranks there is one collective of all of them in every group, on the tensors' device."""
     group, log = dist.new_group(list(range(ranks))), []
@@ -462,7 +473,7 @@ def check_first_messages(ranks):
         return lambda *args, **flags: (log.append(name), real(*args, **flags))[1]
 
     x = torch.randn(1, 1, 40, 8)
-    names = ("all_reduce", "all_gather_object", "batch_isend_irecv")
+    names = ("all_reduce", "all_gather", "batch_isend_irecv")
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.setattr(dist, name, noted(name))
@@ -471,16 +482,18 @@ def check_first_messages(ranks):
                 x, x, x, group, method="ring", causal=True, window=(3, None), layout="contiguous"
             )
     calls = [log.count(name) for name in names]
-    assert log[:2] == ["all_gather_object", "all_reduce"]
-    assert calls[:2] == [1, 2]
+    assert log[:3] == ["all_gather", "all_gather", "all_reduce"]
+    assert calls[:2] == [1, 4]
     assert calls[2] > 0
 
 
 CHECKS = (
     check_first_messages,
+    check_hosts,
     check_shards,
     check_attention,
     check_bits,
+    check_no_batch,
     check_cancelling,
     check_autocast,
     check_decode,

@@ -29,7 +29,15 @@ import torch
 import torch.distributed as dist
 
 from headwise.benchmark.memory import peak_extra
-from headwise.distributed import context_parallel_attention, costs, ring, shard
+from headwise.distributed import (
+    context_parallel_attention,
+    context_parallel_decode,
+    costs,
+    ring,
+    shard,
+    vocabulary_parallel_cross_entropy,
+    vocabulary_parallel_linear_cross_entropy,
+)
 from headwise.distributed.blocks import Gradients, Partial, Plan, Region
 from headwise.distributed.groups import Exchange
 from headwise.distributed.shards import Segment, segments
@@ -44,7 +52,7 @@ GROWTH = 1.15  # of a ring's memory on a rank when ranks and sequence grow toget
 
 class Job(NamedTuple):
     method: str
-    layout: str
+    layout: str  # "classes": of a vocabulary
     window: int | None
     backward: bool
 
@@ -54,7 +62,11 @@ JOBS = (
     *(Job(method, "contiguous", WINDOW, False) for method in costs.METHODS),
     Job("ring", "contiguous", None, False),
     *(Job("ring", "zigzag", WINDOW, backward) for backward in (False, True)),
+    *(Job(name, "contiguous", None, False) for name in ("decode", "decode, many")),
+    *(Job(name, "classes", None, True) for name in ("loss", "linear loss")),
 )
+SEQUENCES = {"decode": 64, "decode, many": 1024}  # of which each decodes a token
+CLASSES, HIDDEN = 32, 64  # of a rank; of a token
 
 
 @dataclass(frozen=True)
@@ -170,9 +182,7 @@ def _rank(rank: int, ranks: int, folder: Path, tokens_per_rank: int, repeats: in
     )
     group, tokens = dist.group.WORLD, tokens_per_rank * ranks
     assert group is not None
-    few = torch.randn(1, 1, 1, 1)
-    told = counted(lambda: context_parallel_attention(few, few, few, group, method="gather", layout="contiguous"))
-    found = {"jobs": [_measured(rank, ranks, tokens, repeats, job, group, told) for job in JOBS]}
+    found = {"jobs": [_measured(rank, ranks, tokens, repeats, job, group) for job in JOBS]}
     (folder / f"{rank}.json").write_text(json.dumps({**found, "timeline": timeline(rank, ranks, tokens, group)}))
     dist.barrier()
     dist.destroy_process_group()
@@ -183,14 +193,35 @@ def _inputs(tokens: int, layout: str, group: dist.ProcessGroup) -> list[torch.Te
     return [shard(x, group, dim=2, layout=layout).requires_grad_() for x in whole]
 
 
-def _measured(
-    rank: int, ranks: int, tokens: int, repeats: int, job: Job, group: dist.ProcessGroup, told: int
-) -> dict[str, Any]:
+class Measured(NamedTuple):
+    call: Callable[[], None]
+    smallest: Callable[[], None]  # the same with next to nothing to send: what the comparison of arguments takes
+    cost: costs.Cost
+
+
+def _measured(rank: int, ranks: int, tokens: int, repeats: int, job: Job, group: dist.ProcessGroup) -> dict[str, Any]:
+    make = _attention if job.method in costs.METHODS else _decode if job.method in SEQUENCES else _loss
+    call, smallest, cost = make(rank, ranks, tokens, job, group)
+    for run in (smallest, call):
+        run()
+    told = counted(smallest)
+    sent, seconds = counted(call) - told, []
+    for _ in range(repeats):
+        dist.barrier()
+        begun = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begun)
+    return {
+        "sent": sent, "modelled": cost.sent, "pairs": cost.pairs, "seconds": seconds, "memory": peak_extra(call, "cpu"),
+    }  # fmt: skip
+
+
+def _attention(rank: int, ranks: int, tokens: int, job: Job, group: dist.ProcessGroup) -> Measured:
     q, k, v = _inputs(tokens, job.layout, group)
     parts = tuple(segments(tokens, r, ranks, job.layout) for r in range(ranks))
     whole, left = Segment(0, tokens), -1 if job.window is None else job.window
     plan = Plan(rank, parts, parts, left, 0, (Region(whole, whole),))
-    cost = costs.cost(job.method, costs.Sizes.of(q, k, v), plan, job.backward)
+    few = torch.randn(1, 1, 1, 1)
 
     def call() -> None:
         with torch.set_grad_enabled(job.backward):
@@ -201,16 +232,49 @@ def _measured(
             if job.backward:
                 out.sum().backward()
 
-    call()
-    sent, seconds = counted(call) - told, []
-    for _ in range(repeats):
-        dist.barrier()
-        begun = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begun)
-    return {
-        "sent": sent, "modelled": cost.sent, "pairs": cost.pairs, "seconds": seconds, "memory": peak_extra(call, "cpu"),
-    }  # fmt: skip
+    def smallest() -> None:
+        context_parallel_attention(few, few, few, group, method="gather", layout="contiguous")
+
+    return Measured(call, smallest, costs.cost(job.method, costs.Sizes.of(q, k, v), plan, job.backward))
+
+
+def _decode(rank: int, ranks: int, tokens: int, job: Job, group: dist.ProcessGroup) -> Measured:
+    """Of sequences with 16 positions on each rank."""
+    count, room = SEQUENCES[job.method], 16
+    lengths = torch.full((count,), room * ranks)
+
+    def run(heads: int, dim: int) -> Callable[[], None]:
+        q, cache = torch.randn(count, heads, dim), torch.randn(count, min(heads, KEY_HEADS), room, dim)
+
+        def call() -> None:
+            context_parallel_decode(q, cache, cache, lengths, group)
+
+        return call
+
+    rows, width = count * HEADS, DIM + 1
+    way = costs.way_of_decode(rows, width, 4, ranks, costs.CPU)
+    found = costs.of_decode(rows, width, 4, rank, ranks, way)
+    return Measured(run(HEADS, DIM), run(1, 1), found._replace(pairs=rows * room))
+
+
+def _loss(rank: int, ranks: int, tokens: int, job: Job, group: dist.ProcessGroup) -> Measured:
+    linear = job.method == "linear loss"
+
+    def run(rows: int) -> Callable[[], None]:
+        targets = torch.arange(rows) % (CLASSES * ranks)
+        hidden = torch.randn(rows, HIDDEN if linear else CLASSES).requires_grad_()
+        weight = torch.randn(CLASSES, HIDDEN).requires_grad_()
+
+        def call() -> None:
+            if linear:
+                vocabulary_parallel_linear_cross_entropy(hidden, weight, targets, group).backward()
+            else:
+                vocabulary_parallel_cross_entropy(hidden, targets, group).backward()
+
+        return call
+
+    found = costs.of_loss(tokens, 2, HIDDEN if linear else 0, rank, ranks, True)
+    return Measured(run(tokens), run(1), found._replace(pairs=tokens * CLASSES))
 
 
 # ------------------------------------------------------------------------------------------------ what overlaps with what

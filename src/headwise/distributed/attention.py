@@ -10,12 +10,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from headwise import layout as memory
-from headwise.distributed import costs, ring, ulysses
+from headwise.distributed import costs, dtensors, ring, ulysses
 from headwise.distributed.blocks import Options, Plan, Region, length_of
-from headwise.distributed.groups import Description, Group, Peers, agree, check_plain, flag_values, peers_of
+from headwise.distributed.groups import (
+    Description,
+    Group,
+    Peers,
+    agree,
+    check_plain,
+    flag_values,
+    needs_gradient,
+    peers_of,
+)  # fmt: skip
 from headwise.distributed.shards import Segment, check_layout, parts_of
 from headwise.ops import _autocast, _checks
 from headwise.ops.attention import _arguments, unrounded
@@ -49,7 +58,9 @@ def context_parallel_attention(
                    of each other; their borders may lie anywhere
     other flags    as in `attention`, positions being those of the whole sequence; dropout is not there
 
-    q, k and v may be DTensors on a DeviceMesh of one dimension, sharded along dimension 2; so are the results then.
+    q, k and v may be DTensors, sharded along dimension 2 on the dimension of the mesh that group is, as in mesh["context"],
+    and along dimension 0 or 1 or not at all on others; so are the results then. Other DTensors lie as q does, and the
+    gradients of those that are the same on several ranks are Partial there. Tensors that are none are this rank's part.
     With method "ulysses" there is no mask or bias beside cu_seqlens.
 
     Every rank of the group calls it, and calls backward, in the same order. Arguments that differ between ranks are refused
@@ -90,7 +101,7 @@ def context_parallel_attention(
             )
         return _describe(q, k, v, sink, scores, values, flags[0], method, layout, return_lse, backend)
 
-    told, number = agree(peers, check)
+    told, number, one_host = agree(peers, check)
     of_q, of_k = (parts_of(OP, name, [x[n] for x in told], layout) for n, name in ((0, "q"), (1, "k and v")))
     regions = _regions(q.shape[0], length_of(of_q), length_of(of_k), values)
     for n, name in enumerate(SCORES):
@@ -101,7 +112,8 @@ def context_parallel_attention(
                 "them, or as many as their queries"
             )
     if q.shape[0] == 0:
-        nothing = q.new_zeros(*q.shape[:3], v.shape[3]) + (q.sum() + k.sum() + v.sum())
+        none = (x.reshape(-1)[:0].sum() for x in (q, k, v, bias, sink) if x is not None)
+        nothing = q.new_zeros(*q.shape[:3], v.shape[3]) + sum(none)  # gradients are zeros, as in one process
         return (nothing, nothing.sum(-1).to(memory.statistics_dtype(q.dtype))) if return_lse else nothing
     for name, x in scores.items():
         if x is not None and _keys(x) not in (1, length_of(of_k)):
@@ -115,7 +127,7 @@ def context_parallel_attention(
     options = Options(flags[0].scale, flags[0].softcap or None, flags[0].deterministic, backend)
     if method == "auto":  # as for training: a forward without gradients may be computed again with them
         scored = any(x is not None for x in scores.values())
-        method = costs.choose(costs.Sizes.of(q, k, v), plan, costs.machine_of(q.device), True, scored)
+        method = costs.choose(costs.Sizes.of(q, k, v), plan, costs.machine_of(q.device, one_host), True, scored)
     call = ring.Call(peers, plan, options, method, number)
     with _autocast.disabled():  # the float32 parts of a row stay float32
         if method == "ulysses":
@@ -134,42 +146,11 @@ def context_parallel_attention(
 def _of_dtensors(
     q: DTensor, k: Any, v: Any, group: Group, layout: str, arguments: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    mesh = q.device_mesh
-
-    def check() -> Description:
-        _check_dtensors(q, k, v, group, arguments)
-        return Description({"kind of tensor": "DTensor"}, ())
-
-    agree(peers_of(OP, mesh if mesh.ndim == 1 else group), check)
-    for name, x in arguments.items():
-        if isinstance(x, DTensor):  # its gradient is a part on every rank
-            arguments[name] = x.to_local(grad_placements=(Partial(),))
-    local = (x.to_local() for x in (q, k, v))
-    found = context_parallel_attention(*local, mesh, layout=layout, **arguments)
-    shape = (*q.shape[:3], v.shape[3])
-
-    def whole(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(x.contiguous(), mesh, (Shard(2),), shape=torch.Size(shape), stride=stride)
-
-    return (whole(found[0], shape), whole(found[1], shape[:3])) if isinstance(found, tuple) else whole(found, shape)
-
-
-def _check_dtensors(q: DTensor, k: Any, v: Any, group: Group, arguments: dict[str, Any]) -> None:
-    mesh = q.device_mesh
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, DTensor):
-            raise TypeError(f"{OP}: q is a DTensor and {name} is {type(x).__name__}; q, k and v need to be of one kind")
-        if x.device_mesh != mesh or mesh.ndim != 1 or tuple(x.placements) != (Shard(2),):
-            raise ValueError(
-                f"{OP}: {name} is a DTensor with placements {x.placements} on {x.device_mesh}; it needs (Shard(2),) on the "
-                "one-dimensional DeviceMesh of q"
-            )
-    if peers_of(OP, group).group is not mesh.get_group():
-        raise ValueError(f"{OP}: group is {group!r} and q lies on {mesh}; they need to be the same")
-    for name, x in arguments.items():
-        if isinstance(x, DTensor) and tuple(x.placements) != (Replicate(),):
-            raise ValueError(f"{OP}: {name} is a DTensor with placements {x.placements}; it needs (Replicate(),)")
+    placed = dtensors.placed(OP, q, k, v, group, arguments)
+    found = context_parallel_attention(*placed.local, placed.group, layout=layout, **placed.arguments)
+    if isinstance(found, tuple):
+        return placed.whole(found[0], v.shape[3]), placed.whole(found[1])
+    return placed.whole(found, v.shape[3])
 
 
 def _check(
@@ -257,8 +238,7 @@ def _describe(
     backend: str | None,
 ) -> Description:  # fmt: skip
     tensors = {"q": q, "k": k, "v": v, "sink": sink, "bias": scores["bias"]}
-    enabled = torch.is_grad_enabled()
-    needed = tuple(name for name, x in tensors.items() if enabled and x is not None and x.requires_grad)
+    needed = tuple(name for name, x in tensors.items() if needs_gradient(x))
     same: dict[str, Any] = {
         "B, Hq, D": (*q.shape[:2], q.shape[3]), "Hk, Dv": (k.shape[1], v.shape[3]), "dtype": str(q.dtype),
         "device": q.device.type, "sink": None if sink is None else str(sink.dtype), "method": method, "layout": layout,

@@ -24,6 +24,7 @@ from headwise.distributed.shards import Segment
 from headwise.distributed.ulysses import heads_of
 
 METHODS = ("ring", "gather", "ulysses")
+DECODE = ("gather", "scatter")  # how partial results of decoding are merged
 BACKWARD = 2.5  # products of the backward over those of the forward
 # How much slower a GPU with Hopper kernels computes unrounded results, which those do not write. A guess from how both kinds
 # of kernels compare with FlashAttention-2 (docs/triton-attention.md); on other GPUs there is no difference.
@@ -94,8 +95,11 @@ def _choose(sizes: Sizes, plan: Plan, machine: Machine, gradient: bool, scores: 
     return min(known, key=lambda name: slowest(name, sizes, plan, machine, gradient))
 
 
-def machine_of(device: torch.device) -> Machine:
-    return CPU if device.type == "cpu" else NVLINK
+def machine_of(device: torch.device, one_host: bool) -> Machine:
+    """Of ranks that compute on such a device. Between hosts a rank sends at the speed of its network."""
+    if device.type == "cpu":
+        return CPU
+    return NVLINK if one_host else INFINIBAND
 
 
 def slowest(method: str, sizes: Sizes, plan: Plan, machine: Machine, gradient: bool) -> float:
@@ -127,6 +131,45 @@ def cost(method: str, sizes: Sizes, plan: Plan, gradient: bool) -> Cost:
     """What this plan's rank does."""
     run = {"ring": _ring, "gather": _gather, "ulysses": _ulysses}[method]
     return run(sizes, plan, gradient)
+
+
+def of_decode(rows: int, width: int, itemsize: int, rank: int, ranks: int, way: str) -> Cost:
+    """Merging partial results ``(rows, width)``, out and lse side by side, so that every rank has all of them.
+
+    gather   every rank sends all of its own to every other one, and merges all rows: one exchange
+    scatter  every rank merges some rows of all, then they are gathered: two exchanges, of fewer bytes from three ranks on
+    """
+    row, others = width * itemsize, ranks - 1
+    if way == "gather":
+        return Cost(others * rows * row, others, 0, others * rows * row)
+    own = share_of(rows, rank, ranks)
+    return Cost((rows - own + others * own) * row, 2 * others, 0, (others * own + rows - own) * row)
+
+
+def of_loss(rows: int, numbers: int, hidden: int, rank: int, ranks: int, gradient: bool) -> Cost:
+    """A loss whose classes are sharded: so many numbers of 4 bytes for each row are gathered, and the gradient of a hidden
+    state of that size (0: none) is summed.
+    """
+    others, own = ranks - 1, share_of(rows * hidden, rank, ranks)
+    gathered = 4 * others * rows * numbers
+    if not (gradient and hidden):
+        return Cost(gathered, others, 0, gathered)
+    return Cost(gathered + 4 * (rows * hidden - own + others * own), 3 * others, 0, gathered)
+
+
+def share_of(total: int, rank: int, ranks: int) -> int:
+    """Of things that ranks share out evenly."""
+    return (rank + 1) * total // ranks - rank * total // ranks
+
+
+def way_of_decode(rows: int, width: int, itemsize: int, ranks: int, machine: Machine) -> str:
+    """The one of the shorter time, the same on every rank."""
+
+    def time(way: str) -> float:
+        found = of_decode(rows, width, itemsize, 0, ranks, way)
+        return found.sent / machine.bandwidth + found.messages * machine.latency
+
+    return min(DECODE, key=time)
 
 
 def of_causal(method: str, sizes: Sizes, tokens: int, ranks: int, gradient: bool) -> Cost:

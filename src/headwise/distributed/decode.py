@@ -1,4 +1,9 @@
-"""Decoding against a cache that is sharded along the sequence: each rank attends over its part, one gather merges."""
+"""Decoding against a cache that is sharded along the sequence: each rank attends over its part, and the parts are merged.
+
+By one gather of all (out, lse), float32: they are small, and time is latency. Where they are not (many ranks and sequences)
+each rank merges a share of the rows, and those are gathered: the bytes of an all-reduce, in a fixed order. An all-reduce has
+none, and could not do it at once, since a log-sum-exp needs the greatest of all first.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,19 @@ import torch
 from torch import Tensor
 
 from headwise import layout as memory
-from headwise.distributed.groups import Description, Group, agree, check_plain, flag_values, gather, peers_of
+from headwise.distributed import costs
+from headwise.distributed.groups import (
+    Description,
+    Group,
+    Peers,
+    agree,
+    check_plain,
+    exchange,
+    flag_values,
+    gather,
+    needs_gradient,
+    peers_of,
+)  # fmt: skip
 from headwise.ops import _autocast, _checks
 from headwise.ops.attention import _arguments, merge_attention, unrounded
 from headwise.ops.attention._arguments import UNBOUNDED, Window
@@ -53,7 +70,8 @@ def context_parallel_decode(
         }  # fmt: skip
         return Description(same, (k_cache.shape[2] * (1 if block_table is None else block_table.shape[1]),))
 
-    rooms = [room for (room,) in agree(peers, check).lengths]
+    agreed = agree(peers, check)
+    rooms = [room for (room,) in agreed.lengths]
     dtype = memory.statistics_dtype(q.dtype)  # of partials, as in `blocks`
     queries = q[:, :, None] if q.dim() == 3 else q
     parts = []
@@ -74,12 +92,11 @@ def context_parallel_decode(
     mine = queries.new_zeros(shape, dtype=dtype)
     for row, (out, lse) in enumerate(parts):
         mine[:, :, row, :-1], mine[:, :, row, -1] = out, lse
-    gathered = [x.view(shape) for x in gather(peers, mine.reshape(-1), [mine.numel()] * peers.ranks, "merging parts")]
-    outs, lses = [x[..., :-1].contiguous() for x in gathered], [x[..., -1].contiguous() for x in gathered]
-    if sink is not None:  # an empty part with the sink in its denominator: counted once
-        outs.append(torch.zeros_like(outs[0]))
-        lses.append(sink.to(dtype)[:, None].expand_as(lses[0]).contiguous())
-    out, lse = merge_attention(outs, lses, backend=backend)
+    rows, machine = mine.view(-1, mine.shape[-1]), costs.machine_of(q.device, agreed.one_host)
+    way = costs.way_of_decode(rows.shape[0], rows.shape[1], mine.element_size(), peers.ranks, machine)
+    of_sink = None if sink is None else sink.to(dtype)[:, None].expand(shape[:3]).reshape(-1)
+    merged = (_gathered if way == "gather" else _scattered)(peers, rows, of_sink, backend).view(shape)
+    out, lse = merged[..., :-1], merged[..., -1]
     # Loud, as in `attention_decode`.
     bad = ((lengths < 0) | (lengths > sum(rooms)))[:, None, None]
     out, lse = out.to(q.dtype).masked_fill(bad[..., None], torch.nan), lse.masked_fill(bad, torch.nan)
@@ -88,13 +105,45 @@ def context_parallel_decode(
     return (out, lse) if return_lse else out
 
 
+# A row is (out, lse) of one query and head. Ranks are merged in their order, and every rank gets the same bits.
+
+
+def _gathered(peers: Peers, rows: Tensor, sink: Tensor | None, backend: str | None) -> Tensor:
+    parts = gather(peers, rows.reshape(-1), [rows.numel()] * peers.ranks, "merging parts")
+    return _merged([part.view(rows.shape) for part in parts], sink, backend)
+
+
+def _scattered(peers: Peers, rows: Tensor, sink: Tensor | None, backend: str | None) -> Tensor:
+    """Each rank merges its share of the rows and sends that to the others."""
+    count, width = rows.shape
+    shares = [costs.share_of(count, rank, peers.ranks) for rank in range(peers.ranks)]
+    own, first = shares[peers.rank], sum(shares[: peers.rank])
+    sent = [part.reshape(-1).view(torch.uint8) for part in rows.split(shares)]
+    received = exchange(peers, sent, [own * width * rows.element_size()] * peers.ranks, "scattering parts")
+    parts = [part.view(rows.dtype).view(own, width) for part in received]
+    mine = _merged(parts, None if sink is None else sink[first : first + own], backend)
+    gathered = gather(peers, mine.reshape(-1), [share * width for share in shares], "gathering merged parts")
+    return torch.cat(gathered).view(count, width)
+
+
+def _merged(parts: list[Tensor], sink: Tensor | None, backend: str | None) -> Tensor:
+    outs, lses = (
+        [x[None, None].contiguous() for x in xs] for xs in zip(*((p[:, :-1], p[:, -1]) for p in parts), strict=True)
+    )
+    if sink is not None:  # an empty part with the sink in its denominator: counted once
+        outs.append(torch.zeros_like(outs[0]))
+        lses.append(sink[None, None].contiguous())
+    out, lse = merge_attention(outs, lses, backend=backend)
+    return torch.cat([out[0, 0], lse[0, 0, :, None]], 1)
+
+
 def _check(
     q: Any, k_cache: Any, v_cache: Any, lengths: Any, kv_starts: Any, block_table: Any, sink: Any, return_lse: Any,
     window: Window, scale: float | None, softcap: float | None,
 ) -> _arguments.Decode:  # fmt: skip
     found = check_decode(OP, q, k_cache, v_cache, lengths, kv_starts, block_table, sink, window, scale, softcap, None)
     _checks.boolean(OP, "return_lse", return_lse)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, sink)):
+    if any(map(needs_gradient, (q, k_cache, v_cache, sink))):
         raise NotImplementedError(
             f"{OP}: an input requires a gradient, and there is none: call it under torch.no_grad()"
         )

@@ -5,7 +5,10 @@ Every message is sized by what all ranks know beforehand, and empty ones are not
 
 from __future__ import annotations
 
+import enum
 import itertools
+import pickle
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -45,9 +48,19 @@ class Agreed(NamedTuple):
 
     lengths: list[tuple[int, ...]]  # of every rank
     call: int  # a number that no other call of the group has
+    one_host: bool  # whether all ranks run on one machine
+
+
+class Kind(enum.IntEnum):
+    """What a rank is about to do, the first word of what it tells the others."""
+
+    CALL = 0
+    BACKWARD = 1
+    LOSS = 2
 
 
 _calls = itertools.count()
+_places: WeakKeyDictionary[dist.ProcessGroup, torch.device] = WeakKeyDictionary()  # where its ranks compare arguments
 _connected: WeakKeyDictionary[dist.ProcessGroup, set[str]] = (
     WeakKeyDictionary()
 )  # to the kinds of device they were used on
@@ -57,7 +70,8 @@ def peers_of(op: str, group: Any) -> Peers:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"{op}: group is a DeviceMesh of {group.ndim} dimensions; it needs one: name it, as in mesh['context']"
+                f"{op}: group is a DeviceMesh of {group.ndim} dimensions, {group.mesh_dim_names}; it needs one: name it, as "
+                "in mesh['context']"
             )
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
@@ -92,14 +106,20 @@ def agree(peers: Peers, check: Callable[[], Description]) -> Agreed:
         mine = check()
     except Exception as caught:
         error = caught
-    told = (
-        mine and ({"the function": peers.op, **mine.same}, mine.lengths),
-        error and f"{type(error).__name__}: {error}",
-        next(_calls),  # that of rank 0 counts
+    told = pickle.dumps(
+        (
+            mine and ({"the function": peers.op, **mine.same}, mine.lengths),
+            error and f"{type(error).__name__}: {error}",
+            host_name(),
+        )
     )
-    everyone: list[Any] = [None] * peers.ranks
     with answered(peers, "comparing arguments"):
-        dist.all_gather_object(everyone, told, group=peers.group)
+        headers = _meet(peers, Kind.CALL, next(_calls), 0, len(told)).tolist()
+    if error is None:
+        _check_kinds(peers, headers)
+    if all(header[0] == Kind.CALL for header in headers):
+        with answered(peers, "comparing arguments"):
+            everyone = [pickle.loads(x) for x in _told(peers, told, [header[3] for header in headers])]
     if error is not None:
         raise error
     for rank, (_, refusal, _) in enumerate(everyone):
@@ -113,7 +133,58 @@ def agree(peers: Peers, check: Callable[[], Description]) -> Agreed:
                     f"{peers.op}: {name} is {first.get(name)!r} on rank 0 and {same.get(name)!r} on rank {rank}; it needs "
                     "to be the same on every rank"
                 )
-    return Agreed([lengths for (_, lengths), _, _ in everyone], everyone[0][2])
+    lengths, hosts = [lengths for (_, lengths), _, _ in everyone], {host for _, _, host in everyone}
+    return Agreed(lengths, headers[0][1], len(hosts) == 1)  # the number of rank 0 counts
+
+
+def host_name() -> str:
+    """By which ranks know whether they share a machine."""
+    return socket.gethostname()
+
+
+def _meet(peers: Peers, kind: Kind, call: int, part: int, size: int = 0) -> Tensor:
+    """``(ranks, 4)``: what every rank is about to do, and how many bytes it has to say about it.
+
+    Everything that ranks do together begins with this one message of one size on one device. So ranks that are about to do
+    different things learn it; messages of different sizes would end a process inside of gloo.
+    """
+    mine = torch.tensor([kind, call, part, size], device=_meeting_place(peers.group))
+    told = mine.new_empty(peers.ranks, mine.numel())
+    dist.all_gather(list(told), mine, group=peers.group)
+    return told
+
+
+def _meeting_place(group: dist.ProcessGroup) -> torch.device:
+    """The CPU where the group has a backend for it: the answer is read there."""
+    found = _places.get(group)
+    if found is None:
+        kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+        found = _places[group] = torch.device("cpu" if "cpu" in kinds else kinds[0])
+    return found
+
+
+def _told(peers: Peers, mine: bytes, sizes: Sequence[int]) -> list[bytes]:
+    """The bytes of every rank."""
+    padded = torch.frombuffer(bytearray(mine.ljust(max(sizes))), dtype=torch.uint8).to(_meeting_place(peers.group))
+    told = padded.new_empty(peers.ranks, padded.numel())
+    dist.all_gather(list(told), padded, group=peers.group)
+    return [bytes(row[:size]) for row, size in zip(told.cpu().numpy(), sizes, strict=True)]
+
+
+def _check_kinds(peers: Peers, headers: Sequence[Sequence[int]]) -> None:
+    for rank, (kind, call, *_) in enumerate(headers):
+        if kind != headers[0][0]:
+            raise ValueError(
+                f"{peers.op}: rank {rank} is {_doing(kind, call)}, rank 0 {_doing(*headers[0][:2])}; every rank needs to "
+                "call forward and backward in the same order"
+            )
+
+
+def _doing(kind: int, call: int) -> str:
+    return {
+        Kind.CALL: "in a forward or another call", Kind.BACKWARD: f"in the backward of call {call}",
+        Kind.LOSS: "at the sum of the loss",
+    }[Kind(kind)]  # fmt: skip
 
 
 def connect(peers: Peers, device: torch.device) -> None:
@@ -123,31 +194,41 @@ def connect(peers: Peers, device: torch.device) -> None:
     """
     kinds = _connected.setdefault(peers.group, set())
     if device.type not in kinds:
-        with answered(peers, "connecting"):
-            dist.all_reduce(torch.zeros(1, device=device), group=peers.group)
+        sum_everywhere(peers, torch.zeros(1, device=device), "connecting")
         kinds.add(device.type)
 
 
-def same_backward(peers: Peers, call: int, device: torch.device, part: int = 0) -> None:
+def same_backward(peers: Peers, call: int, part: int = 0) -> None:
     """All ranks need to be in the backward of one call, and in one part of it: those of two calls may exchange messages of
     the same sizes, and every number would be wrong in silence.
 
-    On a GPU nothing waits for the answer: where calls differ, the assertion fails there.
+    In a group of NCCL alone nothing waits for the answer: where calls differ, the assertion fails on the GPU.
     """
+    same_turn(peers, Kind.BACKWARD, "comparing calls, backward", call, part)
+
+
+def same_turn(peers: Peers, kind: Kind, phase: str, call: int = 0, part: int = 0) -> None:
+    """All ranks are about to do this."""
     if peers.ranks == 1:
         return
-    mine = torch.tensor([call, part], device=device)
-    told = [torch.empty_like(mine) for _ in range(peers.ranks)]
-    with answered(peers, "comparing calls, backward"):
-        dist.all_gather(told, mine, group=peers.group)
-    same = (torch.stack(told) == mine).all()
-    if device.type != "cpu":
-        torch._assert_async(same)
-    elif not same:
+    with answered(peers, phase):
+        told = _meet(peers, kind, call, part)
+        same = (told == told[peers.rank]).all()
+        if told.device.type != "cpu":
+            torch._assert_async(same)
+            return
+    if not same:
+        headers = told.tolist()
+        _check_kinds(peers, headers)
         raise ValueError(
-            f"{peers.op}: the ranks are in the backward of calls {[int(x[0]) for x in told]}; every rank needs to call "
-            "backward in the same order"
+            f"{peers.op}: the ranks are in the backward of calls {[header[1] for header in headers]}; every rank needs to "
+            "call backward in the same order"
         )
+
+
+def needs_gradient(x: Tensor | None) -> bool:
+    """Whether a backward will come to x: not under no_grad, which one rank alone may be in."""
+    return x is not None and x.requires_grad and torch.is_grad_enabled()
 
 
 def check_plain(op: str, **tensors: Any) -> None:
@@ -224,6 +305,12 @@ def sum_parts(peers: Peers, x: Tensor, sizes: Sequence[int], phase: str) -> Tens
     for part in received:
         total += part.view(x.dtype)
     return total
+
+
+def sum_everywhere(peers: Peers, x: Tensor, phase: str) -> None:
+    """x becomes its sum over ranks."""
+    with answered(peers, phase):
+        dist.all_reduce(x, group=peers.group)
 
 
 class Exchange:

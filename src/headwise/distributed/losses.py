@@ -32,6 +32,7 @@ from headwise.distributed.groups import (
     check_plain,
     fingerprint,
     gather,
+    needs_gradient,
     peers_of,
     same_backward,
     sum_parts,
@@ -67,7 +68,7 @@ def vocabulary_parallel_cross_entropy(
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`cross_entropy` of logits whose last dimension is sharded over ranks: the same loss on every rank.
 
-    logits   ``(..., V_local)``: the classes that follow those of the ranks before; V_local may differ between ranks
+    logits   ``(..., V_local)``: the classes that follow those of the ranks before; V_local may differ between ranks, or be 0
     targets  ``(...,)``, classes of the whole vocabulary, the same on every rank
     return_logprobs, return_entropy   add these per token, in this order, as `linear_cross_entropy` does
     backend  PyTorch's own operators compute it on the device of the logits: None, or "cpu" on the CPU
@@ -82,12 +83,12 @@ def vocabulary_parallel_cross_entropy(
         _checks.floating(LOGITS, "logits", logits)
         _checks.at_least_dims(LOGITS, "logits", logits, 1)
         _check_targets(LOGITS, "logits", logits, targets)
-        return {"dtype": str(logits.dtype), "gradient": logits.requires_grad}
+        return {"dtype": str(logits.dtype), "gradient": needs_gradient(logits)}
 
     options = ignore_index, reduction, label_smoothing, z_loss, softcap
     asked = return_logprobs, return_entropy
     classes = _classes(LOGITS, group, check, lambda: logits.shape[-1], targets, options, asked, backend)
-    rows = logits.reshape(-1, logits.shape[-1])
+    rows = logits.reshape(targets.numel(), logits.shape[-1])
     found = _Loss.apply(rows, targets.reshape(-1).long(), classes)
     return _results(found, targets, None, ignore_index, reduction, asked)
 
@@ -151,14 +152,14 @@ def vocabulary_parallel_linear_cross_entropy(
             _checks.shape(LINEAR, "token_weights", token_weights, tuple(targets.shape), "the shape of targets")
             _checks.same_device(LINEAR, "token_weights", token_weights, "hidden", hidden)
         _check_targets(LINEAR, "hidden", hidden, targets)
-        needed = tuple(x is not None and x.requires_grad for x in (hidden, weight, bias, token_weights))
+        needed = tuple(map(needs_gradient, (hidden, weight, bias, token_weights)))
         weighted = None if token_weights is None else str(token_weights.dtype)
         return {"dtype": str(hidden.dtype), "H": hidden.shape[-1], "gradient": needed, "token_weights": weighted}
 
     options = ignore_index, reduction, label_smoothing, z_loss, softcap
     asked = return_logprobs, return_entropy
     classes = _classes(LINEAR, group, check, lambda: weight.shape[0], targets, options, asked, backend)
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    rows = hidden.reshape(targets.numel(), hidden.shape[-1])
     found = _LinearLoss.apply(rows, weight, bias, targets.reshape(-1).long(), classes)
     return _results(found, targets, token_weights, ignore_index, reduction, asked)
 
@@ -209,8 +210,10 @@ class _Classes(NamedTuple):
 
     def numbers(self, z: Tensor, targets: Tensor) -> list[Tensor]:
         """What the others need of a rank's logits z ``(n, V_local)``."""
-        here, own = self.local(targets)
-        lse, found = z.logsumexp(-1), torch.where(here, z.gather(1, own[:, None])[:, 0], 0.0)
+        lse, found = z.logsumexp(-1), z.new_zeros(z.shape[0])
+        if self.width:
+            here, own = self.local(targets)
+            found = torch.where(here, z.gather(1, own[:, None])[:, 0], 0.0)
         summed = [z.sum(-1)] if self.smoothing else []
         return [lse, found, *summed, *([_entropy_of(z, lse)] if self.entropy else [])]
 
@@ -254,7 +257,8 @@ class _Classes(NamedTuple):
             dz.masked_fill_(p == 0, 0.0)  # not 0 times infinity
         if self.smoothing:
             dz -= (self.smoothing / sum(self.widths) * grads.loss)[:, None]
-        dz.scatter_add_(1, own[:, None], (of_target * here)[:, None])
+        if self.width:
+            dz.scatter_add_(1, own[:, None], (of_target * here)[:, None])
         if share is not None:
             dz *= share
         return dz.masked_fill_((targets == self.ignore_index)[:, None], 0.0)
@@ -282,8 +286,6 @@ def _classes(
 
     def describe() -> Description:
         same = check()
-        if width() == 0:
-            raise ValueError(f"{op}: this rank has no class; it needs at least one class per rank")
         check_options(op, *options)
         names = (
             "ignore_index",
@@ -305,10 +307,12 @@ def _classes(
         same |= dict(zip(names, (*options, *asked), strict=True)) | {"fingerprint of targets": fingerprint(targets)}
         return Description(same | {"device": targets.device.type, "backend": backend}, (width(),))
 
-    lengths, number = agree(peers, describe)
-    widths = tuple(found for (found,) in lengths)
+    agreed = agree(peers, describe)
+    widths = tuple(found for (found,) in agreed.lengths)
+    if not sum(widths):
+        raise ValueError(f"{op}: no rank has a class; the vocabulary needs at least one")
     ignore_index, _, smoothing, z_loss, softcap = options
-    return _Classes(peers, widths, ignore_index, smoothing, z_loss, softcap, asked[1], number)
+    return _Classes(peers, widths, ignore_index, smoothing, z_loss, softcap, asked[1], agreed.call)
 
 
 def _results(
@@ -340,7 +344,7 @@ def _reduced(
 
 def _chunks(count: int, width: int) -> Iterator[slice]:
     """Rows whose float32 logits are small."""
-    step = max(CHUNK // width, 1)
+    step = CHUNK // max(width, 1) or 1
     return (slice(start, start + step) for start in range(0, count, step))
 
 
@@ -399,7 +403,7 @@ class _LinearLoss(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropy, outside = ctx.saved_tensors
         classes, operand, given = ctx.classes, _operand(weight), _given(outside, lse, grads)
         if ctx.needs_input_grad[0]:
-            same_backward(classes.peers, classes.call, hidden.device)
+            same_backward(classes.peers, classes.call)
         # What an ignored row holds reaches nothing, not even as NaN times zero.
         hidden = hidden.masked_fill((targets == classes.ignore_index)[:, None], 0.0)
         dhidden = torch.zeros_like(hidden, dtype=lse.dtype)

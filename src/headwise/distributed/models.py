@@ -14,10 +14,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from headwise.distributed.attention import context_parallel_attention
-from headwise.distributed.groups import Description, Group, Peers, agree, answered, fingerprint, peers_of
-from headwise.distributed.shards import segments, shard_positions, taken
+from headwise.distributed.groups import (
+    Description,
+    Group,
+    Kind,
+    Peers,
+    agree,
+    fingerprint,
+    peers_of,
+    same_turn,
+    sum_everywhere,
+)  # fmt: skip
+from headwise.distributed.shards import segments, shard_length, shard_positions, taken
 from headwise.nn import Attention, Packing
 
 OP = "context_parallel"
@@ -38,6 +49,16 @@ class Sharding:
 
     def cut(self, x: Tensor, dim: int) -> Tensor:
         return taken(x, segments(x.shape[dim], self.peers.rank, self.peers.ranks, self.layout), dim)
+
+    def check_tokens(self, total: int) -> None:
+        """Every rank gets some of a sequence, for models that cannot be called without any."""
+        ranks = self.peers.ranks
+        for rank in range(ranks):
+            if not shard_length(total, rank, ranks, self.layout):
+                raise ValueError(
+                    f"{OP}: the model is called with {total} tokens on {ranks} ranks, of which rank {rank} gets none in the "
+                    f"{self.layout} layout; it needs one at least on every rank: {2 * ranks} are always enough"
+                )
 
     def positions(self, total: int, device: torch.device) -> Tensor:
         return shard_positions(total, self.group, layout=self.layout, device=device)
@@ -141,14 +162,19 @@ def context_parallel(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def sum_gradients(model: nn.Module, group: Group) -> None:
-    """Every parameter's gradient becomes its sum over the ranks. Without one on any rank it stays None."""
+    """Every parameter's gradient becomes its sum over the ranks. Without one on any rank it stays None.
+
+    Parameters may be sharded over other ranks, as FSDP2 over another dimension of the mesh leaves them.
+    """
     peers = peers_of("sum_gradients", group)
     parameters: list[Tensor] = []
 
     def check() -> Description:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         parameters.extend(named.values())
-        same = {f"shape and dtype of {name}": (tuple(p.shape), str(p.dtype)) for name, p in named.items()}
+        for name, p in named.items():
+            _check_shards(peers, name, p)
+        same = {f"shape and dtype of {name}": (tuple(_own(p).shape), str(p.dtype)) for name, p in named.items()}
         return Description(same, ())
 
     agree(peers, check)
@@ -156,13 +182,46 @@ def sum_gradients(model: nn.Module, group: Group) -> None:
         return
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
     # Behind the gradients: who has one at all.
-    grads = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(dtype) for p in parameters]
+    grads = [(torch.zeros_like(_own(p)) if p.grad is None else _own(p.grad)).reshape(-1).to(dtype) for p in parameters]
     flat = torch.cat([*grads, grads[0].new_tensor([p.grad is not None for p in parameters])])
-    with answered(peers, "the sum of the gradients of the weights"):
-        dist.all_reduce(flat, group=peers.group)
-    *totals, present = flat.split([*(p.numel() for p in parameters), len(parameters)])
+    sum_everywhere(peers, flat, "the sum of the gradients of the weights")
+    *totals, present = flat.split([*(x.numel() for x in grads), len(parameters)])
     for parameter, total, some in zip(parameters, totals, present.tolist(), strict=True):
-        parameter.grad = total.view_as(parameter).to(parameter.dtype, copy=True) if some else None
+        own = _own(parameter)
+        parameter.grad = _placed_as(parameter, total.view_as(own).to(own.dtype, copy=True)) if some else None
+
+
+def _own(x: Tensor) -> Tensor:
+    """What this rank has of it."""
+    x = x.detach()
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _placed_as(parameter: Tensor, own: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return own
+    return DTensor.from_local(
+        own, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _check_shards(peers: Peers, name: str, parameter: Tensor) -> None:
+    """Ranks whose gradients are summed hold the same part of it."""
+    if not isinstance(parameter, DTensor):
+        return
+    grad, mesh, own = parameter.grad, parameter.device_mesh, set(dist.get_process_group_ranks(peers.group))
+    for dim, placement in enumerate(parameter.placements):
+        if placement != Replicate() and len(own & set(dist.get_process_group_ranks(mesh.get_group(dim)))) > 1:
+            raise ValueError(
+                f"{peers.op}: {name} has placements {parameter.placements} on {mesh}, sharded over ranks of group, where "
+                "FSDP has averaged its gradient; it needs other ranks, or context_parallel(…, averaged=True) and no "
+                "sum_gradients"
+            )
+    if grad is not None and (not isinstance(grad, DTensor) or tuple(grad.placements) != tuple(parameter.placements)):
+        raise ValueError(
+            f"{peers.op}: the gradient of {name} has placements {getattr(grad, 'placements', None)}; it needs those of the "
+            f"parameter, {parameter.placements}"
+        )
 
 
 class _Total(torch.autograd.Function):
@@ -170,8 +229,9 @@ class _Total(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, peers: Peers, factor: int) -> Tensor:
         ctx.factor = factor
         total = part.detach().clone()
-        with answered(peers, "the sum of the loss"):
-            dist.all_reduce(total, group=peers.group)
+        # A rank that gave up on this batch may be at the next one.
+        same_turn(peers, Kind.LOSS, "the sum of the loss")
+        sum_everywhere(peers, total, "the sum of the loss")
         return total
 
     @staticmethod

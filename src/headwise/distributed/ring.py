@@ -72,7 +72,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, mask, bias, sink, out, lse = ctx.saved_tensors
         call = ctx.call
-        same_backward(call.peers, call.number, q.device)
+        same_backward(call.peers, call.number)
         gradients = Gradients(
             q, out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, Scores(mask, bias),
             call.options, ctx.needs_input_grad[4], call.plan.ranks > 1,

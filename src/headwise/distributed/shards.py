@@ -84,7 +84,11 @@ def shard_positions(total: int, group: Group, *, layout: str = "zigzag", device:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # ranks talk about the call before it runs
 def unshard(x: Tensor, group: Group, *, dim: int = -1, layout: str = "zigzag") -> Tensor:
-    """The whole sequence, on every rank, from each one's `shard` of it. Not differentiable."""
+    """The whole sequence, on every rank, from each one's `shard` of it.
+
+    Not differentiable: what a gradient of the whole means depends on whether all ranks go on with the same loss or each with
+    a part of it. x may not require a gradient; give it x.detach().
+    """
     op, peers = "unshard", peers_of("unshard", group)
 
     def check() -> Description:
@@ -92,7 +96,7 @@ def unshard(x: Tensor, group: Group, *, dim: int = -1, layout: str = "zigzag") -
         check_layout(op, layout)
         axis = _dimension(op, x, dim)
         if x.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(f"{op}: x requires a gradient, and unshard has none yet: give it x.detach()")
+            raise NotImplementedError(f"{op}: x requires a gradient, and unshard has none: give it x.detach()")
         rest = tuple(x.shape[:axis]), tuple(x.shape[axis + 1 :])
         same = {"dim": axis, "layout": layout, "dtype of x": str(x.dtype), "shape of x beside dim": rest}
         return Description(same, (x.shape[axis],))

@@ -182,7 +182,7 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call, turn, whose, parts, to_heads = ctx.about
-        same_backward(call.peers, call.number, grads[0].device, turn)
+        same_backward(call.peers, call.number, turn)
         run = _to_shards if to_heads else _to_heads
         found = run(call.peers, whose, parts, grads, ctx.totals if to_heads else None)
         return None, None, None, None, None, *(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True))
@@ -279,7 +279,7 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         peers, of_q = ctx.call.peers, ctx.call.plan.of_q
-        same_backward(peers, ctx.call.number, grad.device, 2)
+        same_backward(peers, ctx.call.number, 2)
         sums = grad.to(memory.statistics_dtype(grad.dtype))
         shares = [taken(sums, part, 2).contiguous() for part in of_q]
         sizes = [shares[peers.rank].numel() * sums.element_size()] * peers.ranks

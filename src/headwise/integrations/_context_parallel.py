@@ -75,7 +75,7 @@ class _Attention:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         given: dict[str, Any] = kwargs | dict(zip(("input_ids",), args, strict=False))
-        self.sharding.same_batch(lambda: _checked(module, args, given))
+        self.sharding.same_batch(lambda: _checked(module, args, given, self.sharding))
         tokens: Any = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         batch, total = tokens.shape[:2]
@@ -106,7 +106,9 @@ class _Attention:
         return result
 
 
-def _checked(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Tensor | None]:
+def _checked(
+    module: nn.Module, args: tuple[Any, ...], given: dict[str, Any], sharding: Sharding
+) -> dict[str, Tensor | None]:
     """The ints of a batch, which all ranks need to be given alike."""
     if len(args) > 1:
         raise TypeError(f"{OP}: the model is called with {len(args)} positional arguments; it needs keywords")
@@ -119,6 +121,8 @@ def _checked(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) ->
             raise NotImplementedError(f"{OP}: {name} is given, and it is not there across ranks")
     if given.get("input_ids") is None and given.get("inputs_embeds") is None:
         raise ValueError(f"{OP}: the model is called without input_ids and inputs_embeds; it needs one of them")
+    tokens = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+    sharding.check_tokens(tokens.shape[1])
     mask = given.get("attention_mask")
     if mask is not None and mask.dim() != 2:
         raise NotImplementedError(f"{OP}: attention_mask has shape {tuple(mask.shape)}; it needs (B, S), of all tokens")
