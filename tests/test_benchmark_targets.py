@@ -20,6 +20,7 @@ from headwise.benchmark.suites import cold_start, cuda, decode, hopper, hopper_f
 from headwise.benchmark.suites.attention import BOTH, PLAIN, Shape, Visibility, attention_case, attention_flops
 from headwise.benchmark.suites.peers import CUDNN, EFFICIENT, FA4, FLASH_MLA, FLEX
 from headwise.benchmark.suites.quack_peers import QUACK
+from headwise.cli import warm
 
 ONCE = timing.Plan(repeats=2, sample_s=0.0)
 ON_CPU = replace(hopper.SUITE, device="cpu", backend="cpu")
@@ -208,6 +209,10 @@ def test_warming_is_a_command_whose_kernels_are_found_again():
     result = run_case(case, ON_CPU, timing.Plan(repeats=1, sample_s=0.0))
     assert (result.status, result.detail) == ("ok", "")
     assert [str(v.requirement) for v in result.verdicts] == ["≤ 20 s"]
+
+
+def test_every_call_that_is_warmed_is_one_that_the_command_plans():
+    assert [len(warm._plan(call).launchers) for call in cold_start.WARMED] == [2] * 16  # forward and backward
 
 
 def test_a_call_that_takes_long_has_few_rounds():
