@@ -20,7 +20,7 @@ from headwise.benchmark.suites import cold_start, cuda, decode, hopper, hopper_f
 from headwise.benchmark.suites.attention import BOTH, PLAIN, Shape, Visibility, attention_case, attention_flops
 from headwise.benchmark.suites.peers import CUDNN, EFFICIENT, FA4, FLASH_MLA, FLEX
 from headwise.benchmark.suites.quack_peers import QUACK
-from headwise.cli import warm
+from headwise.cli import bench, warm
 
 ONCE = timing.Plan(repeats=2, sample_s=0.0)
 ON_CPU = replace(hopper.SUITE, device="cpu", backend="cpu")
@@ -262,6 +262,8 @@ def test_both_orders_run_in_the_same_rounds_and_peers_are_held_to_theirs():
     assert (peer.ratio, peer.ratio_any_order) == (pytest.approx(0.75), pytest.approx(1.5))
     assert peer.requirement == "≥ 1× as fast as peer, in any order; ≥ 1× as fast as peer"
     assert peer.required_ratio == 1.0  # of `ratio`
+    *_, cells = bench._cells(result, 1e12)
+    assert [str(cells[i]) for i in (5, 7, 10)] == ["peer", "0.75× (1.50×)", "≥ 1× any order\n≥ 1×"]
 
 
 def test_a_wrong_gradient_in_any_order_is_refused():

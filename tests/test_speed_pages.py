@@ -28,7 +28,8 @@ def row(**changes: str) -> dict[str, str]:
     known = dict.fromkeys(report.COLUMNS, "") | {
         "suite": "hopper", "group": "attention D 64", "case": "full S 512", "direction": "backward", "role": "peer",
         "contender": "FA4", "device": "cuda", "device_name": "NVIDIA H200", "dtype": "bfloat16", "ratio": "1.5",
-        "rounds": "9", "date": "2026-12-03T12:00:00+00:00", "median_ms": "1", "gflops_per_s": "500000", "torch": "2.11", "triton": "3.6",
+        "rounds": "9", "date": "2026-12-03T12:00:00+00:00", "median_ms": "1", "gflops_per_s": "500000",
+        "torch": "2.11", "triton": "3.6",
     }  # fmt: skip
     return known | changes
 

@@ -65,11 +65,15 @@ class PeerRequirement(Requirement):
 
     @property
     def brief(self) -> str:
-        return super().brief + self._order
+        return super().brief + self._brief_order
 
     @property
     def _order(self) -> str:
         return ", in any order" if self.any_order else ""
+
+    @property
+    def _brief_order(self) -> str:
+        return " any order" if self.any_order else ""
 
     def needed_ratio(self, ours: Measurement, peer: Measurement) -> float | None:
         """What the time of ``peer`` over ours must reach; None: the comparison is not about time."""
@@ -100,7 +104,7 @@ class Within(PeerRequirement):
 
     @property
     def brief(self) -> str:
-        return f"≥ {1 / self.bound:.2f}×{self._order}"
+        return f"≥ {1 / self.bound:.2f}×{self._brief_order}"
 
     def needed_ratio(self, ours: Measurement, peer: Measurement) -> float:
         return 1 / self.bound

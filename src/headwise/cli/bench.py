@@ -324,11 +324,17 @@ def _cells(result: CaseResult, unit: float) -> Iterator[tuple[str | Text, ...]]:
             _number(case.work / ours.seconds.median / unit) if first and case.work and case.timed != "host" else "",
             other.contender if other is not None else "",
             _number(other.seconds.median * 1e3) if other is not None else "",
-            Text(f"{ratio.median:.2f}×", _colour(of_time)) if ratio is not None else "",
+            Text(f"{ratio.median:.2f}×{_in_any_order(other)}", _colour(of_time)) if ratio is not None else "",
             Text(f"{ratio.low:.2f}–{ratio.high:.2f}", "dim") if ratio is not None else "",
             f"{extra} : {_number(other.peak_extra_bytes / 2**20)}" if other is not None else extra,
             Text("\n").join(Text(v.requirement.brief, _colour([v])) for v in verdicts),
         )
+
+
+def _in_any_order(other: Measurement | None) -> str:
+    """The ratio to ours with deterministic=False, in brackets."""
+    loose = other.ratio_any_order if other is not None else None
+    return f" ({loose.median:.2f}×)" if loose is not None else ""
 
 
 def _who(verdict: Verdict) -> str:
@@ -350,6 +356,8 @@ def _print_summary(console: Console, results: list[CaseResult]) -> None:
         parts += [(", ", ""), (f"{broken} refused or broken", "bold red")]
     console.print(Text.assemble(*parts))
     legend = "ratio = their time / ours, median over paired rounds; extra = memory beyond the inputs, ours : theirs"
+    if any(m.ratio_any_order is not None for r in results for m in r.measurements):
+        legend += "; in brackets: / ours in any order"
     console.print(Text(legend, "dim"))
     if console.width < _WIDE:
         console.print(Text(f"too narrow for: {', '.join(_LEFT_OUT)} (--json has them)", "dim"))
