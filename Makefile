@@ -40,7 +40,7 @@ PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKER
 .PHONY: help demo test test-all test-slow lint format readme hub-kernel system-packages clean
 
 help:
-	@echo "make demo     train a small transformer, let it speak, look at its attention  (DEMO_ARGS='--steps 100')"
+	@echo "make demo     train a small transformer, generate text with it, look at its attention  (DEMO_ARGS='--steps 100')"
 	@echo "make test     the test suite                 (WORKERS=2, PYTEST_ARGS='-k softmax')"
 	@echo "make test-all the same, then what is slow by nature"
 	@echo "make docs     build the site into build/site, strictly"

@@ -11,7 +11,6 @@ measured, with the device named.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import re
@@ -23,11 +22,16 @@ from typing import Any
 
 import speed_summary
 
+from headwise.benchmark import means, report, suites
+from headwise.benchmark.case import ANY_ORDER
+
+Row = dict[str, str]
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 SPEED_PAGE = ROOT / "docs" / "speed.md"
 CHART = ROOT / "docs" / "images" / "speed.svg"
 RESULTS = ROOT / "bench" / "results"
+TRITON_PAGE = ROOT / "docs" / "triton-attention.md"
 HOPPER_PAGES = {"forward": "hopper-attention.md", "backward": "hopper-attention-backward.md"}
 
 
@@ -84,66 +88,124 @@ def _cell(result: dict | None) -> str:
 def speed_tables() -> str:
     parts = []
     for path in sorted(RESULTS.glob("*.csv")):
-        with path.open(newline="", encoding="utf-8") as file:
-            every_row = [row for row in csv.DictReader(file) if "role" in row]  # not those of ranks
-        rows = [row for row in every_row if row["role"] in ("peer", "yardstick") and row["ratio"]]
+        every_row = report.read_csv(path)  # none of a file of another kind
+        rows = [row for row in every_row if row["role"] in ("peer", "variant", "yardstick") and row["ratio"]]
         if rows:
-            parts.append(_speed_table(path, rows))
+            parts.append(_speed_table(path, rows, every_row))
         own = [row for row in every_row if row["role"] == "ours" and row["requirement"] and row["median_ms"]]
         if own:
             parts.append(_own_table(own))
     return "\n\n".join(parts)
 
 
-def _speed_table(path: Path, rows: list[dict[str, str]]) -> str:
+def _speed_table(path: Path, rows: list[Row], every_row: list[Row]) -> str:
+    """Groups of ratios by direction, order of our sums and contender; then the means that the suite asks for."""
     first = rows[0]
     device = first["device_name"] or first["cpu"]
     threads = f" {first['threads']} threads," if first["device"] == "cpu" else ""
-    dates = sorted({row["date"][:10] for row in rows})
+    dates = _dates(rows)
     lines = [
-        f"**{device}**,{threads} PyTorch {first['torch']}, suite {first['suite']}, {dates[-1]}: how many times faster than "
-        f"the peer, lowest and highest over the cases of a group ([all rows](../{path.relative_to(ROOT).as_posix()})).",
+        f"**{device}**,{threads} PyTorch {first['torch']}, suite {first['suite']}, {_span_of(dates)}: their time over ours, "
+        f"lowest and highest over the cases of a group ([all rows](../{path.relative_to(ROOT).as_posix()})).",
         "",
         "| Group | Direction | Against | Ratio | Targets met |",
         "| --- | --- | --- | --- | --- |",
     ]
-    groups: dict[tuple[str, str, str], list[dict[str, str]]] = {}
+    ours = {_case(row): report.order_of_sums(row) for row in every_row if row["role"] == "ours"}
+    groups: dict[tuple[str, str, str], list[tuple[float, list[str]]]] = {}
     for row in rows:
-        groups.setdefault((row["group"], row["direction"], row["contender"]), []).append(row)
+        order, of_ratio, of_any_order = ours[_case(row)], [], []
+        for requirement, outcome in zip(row["requirement"].split("; "), row["outcome"].split("; "), strict=False):
+            (of_any_order if requirement.endswith(", in any order") else of_ratio).append(outcome)
+        for text, summed, outcomes in (
+            (row["ratio"], order, of_ratio), (row["ratio_any_order"], report.ANY_ORDER_OF_SUMS, of_any_order)
+        ):  # fmt: skip
+            if text:
+                key = row["group"], _direction(row["direction"], summed), row["contender"]
+                groups.setdefault(key, []).append((float(text), outcomes))
     for (group, direction, peer), of_group in groups.items():
-        ratios = [float(row["ratio"]) for row in of_group]
+        ratios, outcomes = [ratio for ratio, _ in of_group], [outcome for _, of in of_group for outcome in of]
         span = f"{min(ratios):.2f}×" if len(ratios) == 1 else f"{min(ratios):.2f} – {max(ratios):.2f}×"
-        outcomes = [row["outcome"] for row in of_group if row["outcome"] in ("met", "missed")]
-        met = f"{outcomes.count('met')} of {len(outcomes)}" if outcomes else ""
-        lines.append(f"| {group} | {direction} | {peer} | {span} | {met} |")
+        lines.append(f"| {group} | {direction} | {peer} | {span} | {_met(outcomes)} |")
+    for mean in _means(first["suite"], every_row):
+        direction = _direction(mean.mean.direction, mean.order)
+        name = f"{mean.mean.name}, geometric mean"
+        lines.append(f"| {name} | {direction} | {mean.against} | {mean.ratio:.2f}× | {_met([mean.outcome])} |")
     return "\n".join(lines)
 
 
-def _own_table(rows: list[dict[str, str]]) -> str:
+def _case(row: Row) -> tuple[str, str, str]:
+    return row["group"], row["case"], row["direction"]
+
+
+def _direction(direction: str, order: str) -> str:
+    """With the order of our sums, where it is not the default."""
+    return direction if order in ("", report.FIXED_ORDER) else f"{direction}, {order}"
+
+
+def _means(suite: str, rows: list[Row]) -> list[means.Found]:
+    return means.found(suites.load(suite).means, rows) if suite in suites.SUITES else []
+
+
+def _met(outcomes: list[str]) -> str:
+    judged = [outcome for outcome in outcomes if outcome in ("met", "missed")]
+    return f"{judged.count('met')} of {len(judged)}" if judged else ""
+
+
+def _own_table(rows: list[Row]) -> str:
     """What is required of ours alone: a rate, a time, an amount of memory."""
     lines = ["| Group | Direction | Ours, lowest and highest | Targets met |", "| --- | --- | --- | --- |"]
     groups: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
     for row in rows:
-        unit, value = _measured(row)
-        groups.setdefault((row["group"], row["direction"], unit), []).append((value, row["outcome"]))
+        for requirement, outcome in zip(row["requirement"].split("; "), row["outcome"].split("; "), strict=True):
+            unit, value = _measured(requirement, row)
+            groups.setdefault((row["group"], row["direction"], unit), []).append((value, outcome))
     for (group, direction, unit), of_group in groups.items():
-        values, outcomes = zip(*of_group, strict=True)
-        span = f"{min(values):.3g}" if len(values) == 1 else f"{min(values):.3g} – {max(values):.3g}"
-        lines.append(f"| {group} | {direction} | {span} {unit} | {outcomes.count('met')} of {len(outcomes)} |")
+        values, outcomes = [value for value, _ in of_group], [outcome for _, outcome in of_group]
+        lines.append(f"| {group} | {direction} | {_values(unit, values)} | {_met(outcomes)} |")
     return "\n".join(lines)
 
 
-def _measured(row: dict[str, str]) -> tuple[str, float]:
-    if "TFLOP/s" in row["requirement"]:
+def _measured(requirement: str, row: Row) -> tuple[str, float]:
+    """The unit and the value that a requirement is about."""
+    if "TFLOP/s" in requirement:
         return "TFLOP/s", float(row["gflops_per_s"]) / 1e3
-    if "TB/s" in row["requirement"]:
+    if "TB/s" in requirement:
         return "TB/s", float(row["gbytes_per_s"]) / 1e3
-    if "µs" in row["requirement"]:
-        return "µs", float(row["median_ms"]) * 1e3
+    if re.fullmatch(r"≤ [\d.e+]+ (µs|s)", requirement):
+        return "s", float(row["median_ms"]) / 1e3
     return "GiB extra memory", float(row["peak_extra_bytes"]) / 2**30
 
 
-def hopper_table(rows: list[dict[str, str]], direction: str) -> str:
+def _values(unit: str, values: list[float]) -> str:
+    """Three digits, without exponents: times in the unit that suits the longest."""
+    if unit == "s":
+        unit, factor = next(scale for scale in _TIMES if max(values) * scale[1] >= 1 or scale is _TIMES[-1])
+        values = [value * factor for value in values]
+    low, high = (f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in (min(values), max(values)))
+    return f"{low if low == high else f'{low} – {high}'} {unit}"
+
+
+_TIMES = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
+
+
+def host_table(rows: list[Row]) -> str:
+    """What a call costs in Python, beside PyTorch."""
+    lines = ["| | Ours, µs | | µs | Their time over ours | Target |", "| --- | --- | --- | --- | --- | --- |"]
+    host = [row for row in rows if row["group"] == "host" and row["median_ms"]]
+    for ours in (row for row in host if row["role"] == "ours"):
+        for other in (row for row in host if _case(row) == _case(ours) and row["role"] != "ours"):
+            target = f"{other['requirement']}: {other['outcome']}" if other["requirement"] else "none"
+            lines.append(
+                f"| {ours['case']} | {float(ours['median_ms']) * 1e3:.1f} | {other['contender']} | "
+                f"{float(other['median_ms']) * 1e3:.1f} | {float(other['ratio']):.2f}× | {target} |"
+            )
+    first = host[0]
+    lines += ["", f"{first['device_name']}, {first['cpu']}, PyTorch {first['torch']}, {_span_of(_dates(host))}."]
+    return "\n".join(lines)
+
+
+def hopper_table(rows: list[Row], direction: str) -> str:
     """Our rate in every case of the Hopper suite, and how many times as fast as each peer that is.
 
     Masked and biased calls have a table of their own, of times: how much work is left of one depends on its mask.
@@ -157,7 +219,7 @@ def hopper_table(rows: list[dict[str, str]], direction: str) -> str:
     return "\n\n".join(tables)
 
 
-def _hopper_rows(rows: list[dict[str, str]], unit: str, figure: Callable[[dict[str, str]], str]) -> str:
+def _hopper_rows(rows: list[Row], unit: str, figure: Callable[[Row], str]) -> str:
     peers = list(dict.fromkeys(row["contender"] for row in rows if row["role"] == "peer"))
     lines = [f"| | {unit} | " + " | ".join(f"of {peer}" for peer in peers) + " |", "| --- " * (len(peers) + 2) + "|"]
     for ours in (row for row in rows if row["role"] == "ours"):
@@ -165,16 +227,43 @@ def _hopper_rows(rows: list[dict[str, str]], unit: str, figure: Callable[[dict[s
         ratios = [f"{float(same[peer]['ratio']):.2f}×" if peer in same else "" for peer in peers]
         group = ours["group"].removeprefix("attention ")
         name = ours["case"] if group == "features" else f"{group}, {ours['case']}"
-        lines.append(f"| {name} | {figure(ours)} | " + " | ".join(ratios) + " |")
+        lines.append(
+            f"| {name} | {figure(ours)} | " + " | ".join([*ratios, *_in_any_order(same, peers, figure)]) + " |"
+        )
+    if any(row["role"] == "variant" for row in rows):
+        lines[0] = lines[0] + f" in any order, {unit} | " + " | ".join(f"of {peer}" for peer in peers) + " |"
+        lines[1] = lines[1] + " --- |" * (1 + len(peers))
     first = rows[0]
+    orders = sorted(
+        {report.order_of_sums(row) for row in rows if row["role"] == "ours" and row["direction"] == "backward"}
+    )
+    summed = f"sums in {' or '.join(_article(order) for order in orders)}; " if orders else ""
     rounds = sorted({int(row["rounds"]) for row in rows})
     lines += [
         "",
         f"{first['device_name']}, PyTorch {first['torch']}, Triton {first['triton']}, "
-        f"{_span_of(sorted({row['date'][:10] for row in rows}))}; medians of {_span_of(rounds)} shuffled rounds "
-        "([all rows](../bench/results/hopper-nvidia-h200.csv)).",
+        f"{_span_of(_dates(rows))}; {summed}medians of "
+        f"{_span_of(rounds)} shuffled rounds ([all rows](../bench/results/hopper-nvidia-h200.csv)).",
     ]
     return "\n".join(lines)
+
+
+def _in_any_order(same: dict[str, Row], peers: list[str], figure: Callable[[Row], str]) -> list[str]:
+    """The columns of ours with deterministic=False, where it was timed."""
+    if ANY_ORDER not in same:
+        return []
+    ratios = [same[peer]["ratio_any_order"] if peer in same else "" for peer in peers]
+    return [figure(same[ANY_ORDER]), *(f"{float(ratio):.2f}×" if ratio else "" for ratio in ratios)]
+
+
+def _article(order: str) -> str:
+    return {report.FIXED_ORDER: "a fixed order", report.WHERE_FASTER: "any order where that was faster"}.get(
+        order, order
+    )
+
+
+def _dates(rows: list[Row]) -> list[str]:
+    return sorted({row["date"][:10] for row in rows})
 
 
 def _span_of(values: list[Any]) -> str:
@@ -185,11 +274,11 @@ def pages() -> dict[Path, str]:
     """Every page with tables of ours, as it should be."""
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("check-*.json"))]
     summary = speed_summary.table(speed_summary.read(RESULTS))
-    with (RESULTS / "hopper-nvidia-h200.csv").open(newline="", encoding="utf-8") as file:
-        hopper = list(csv.DictReader(file))
+    hopper, cuda = (report.read_csv(RESULTS / f"{suite}-nvidia-h200.csv") for suite in ("hopper", "cuda"))
     sections = {
         README: {"ops": ops_table(reports), "speed": summary},
         SPEED_PAGE: {"summary": summary, "speed": speed_tables()},
+        TRITON_PAGE: {"host": host_table(cuda)},
         **{ROOT / "docs" / name: {"standing": hopper_table(hopper, d)} for d, name in HOPPER_PAGES.items()},
     }
     made = {}
@@ -203,7 +292,7 @@ def pages() -> dict[Path, str]:
 
 def draw_pictures() -> None:
     """The pictures of every CSV, as `headwise bench --plot-csv` draws them."""
-    from headwise.benchmark import plot_rates, report
+    from headwise.benchmark import plot_rates
 
     for path in sorted(RESULTS.glob("*.csv")):
         rows = report.read_csv(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headwise.benchmark import html_charts, html_page, regression, report
-from headwise.cli import main
+from headwise.cli import _bench_report, main
 
 RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
 SUITES = {path.stem: report.read_csv(path) for path in sorted(RESULTS.glob("*.csv"))}
@@ -82,6 +83,26 @@ def test_every_ratio_and_every_target_is_in_it(page, name):
             assert f"{row['case']}, {row['direction']}: {float(row['ratio']):.2f}× " in page.text
     missed = [outcome for row in rows for outcome in row["outcome"].split("; ")].count("missed")
     assert f"{missed} missed" in page.text
+
+
+def test_both_orders_of_sums_are_shown():
+    base = next(r for r in SUITES["hopper-nvidia-h200"] if r["direction"] == "backward" and r["role"] == "ours")
+    rows = [
+        base | {"deterministic": "True"},
+        base | {"contender": "headwise, any order", "role": "variant", "ratio": "0.91", "deterministic": "False"},
+        base | {"contender": "FA4", "role": "peer", "ratio": "0.97", "ratio_any_order": "1.07"},
+    ]
+    text = Reader(html_page.page({"one": rows})).text
+    assert "fixed order" in text
+    assert "headwise, any order" in text
+    assert "(another task)" not in text
+    assert f"{base['case']}, backward: 1.07× " in text
+    assert "FA4, ours in any order" in text
+
+
+def test_older_rows_say_that_they_took_any_order_and_what_their_mean_is(page):
+    assert "any order where faster" in page.text
+    assert "24 shapes, backward, any order where faster: geometric mean 1.05×" in page.text
 
 
 def test_growth_and_rooflines_are_drawn_where_they_were_measured(page):
@@ -180,5 +201,25 @@ def test_the_command_writes_the_page(tmp_path, capsys):
 def test_wrong_use(tmp_path, capsys):
     assert main(["bench", "report", "--out", str(tmp_path)]) == 2
     assert "holds no results" in capsys.readouterr().err
-    assert main(["bench", "--base", "main"]) == 2
-    assert "belong to headwise bench report" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "--base", "main"])
+    assert "usage: headwise bench" in capsys.readouterr().err
+
+
+def test_the_page_has_a_usage_of_its_own(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "report", "--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert shown.startswith("usage: headwise bench report ")
+    assert "--base REV" in shown
+    assert "--plot-csv" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_options_of_the_comparison_are_passed_on():
+    parser = argparse.ArgumentParser()
+    _bench_report.add_arguments(parser)
+    args = parser.parse_args(["report", "--base", "main", "--suite", "cpu", "--group", "softmax", "--group", "rope"])
+    assert _bench_report.options(args) == ["--suite", "cpu", "--group", "softmax", "--group", "rope"]

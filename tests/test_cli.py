@@ -239,7 +239,7 @@ def test_explain_a_named_backend_that_cannot(capsys):
         (("attention", "--hq", "8", "--hk", "3"), "attention: q has 8 heads and k has 3"),
         (("attention", "--window=-2,0"), "window has left=-2"),
         (("softmax", "--dtype", "int8"), "--dtype int8 is not known"),
-        (("softmax", "--backend", "nonsense"), "backend='nonsense' is not known; there are: triton, webgpu, cpu"),
+        (("softmax", "--backend", "nonsense"), "--backend nonsense is not known; there are: triton, webgpu, cpu"),
         (("softmax", "--arch", "sm_90", "--device", "cpu"), "--arch sm_90 is a GPU of --device cuda, not of cpu"),
     ],
 )

@@ -139,7 +139,7 @@ def test_live_progress(capsys, monkeypatch, tmp_path, text, quick):
     )
     code, _, err = headwise(capsys, "demo", *SMALL, "--steps", 3, "--text", text, "--out", tmp_path)
     assert code == 0
-    for words in ("Headwise (cpu)", "3/3", "loss", "bytes/s", "plain PyTorch", "speaking"):
+    for words in ("Headwise (cpu)", "3/3", "loss", "bytes/s", "plain PyTorch", "generating text"):
         assert words in err
 
 

@@ -71,6 +71,11 @@ class Settings:
         )
 
 
+def environment_with(**changes: str) -> dict[str, str]:
+    """The environment of this process with some variables changed, for one that it starts."""
+    return {**os.environ, **changes}
+
+
 def _is_on(variable: str) -> bool:
     value = os.environ.get(variable, "").strip().lower()
     if value not in _ON + _OFF:

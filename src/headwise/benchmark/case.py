@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from headwise.benchmark.requirements import PeerRequirement, Requirement
+from headwise.benchmark.requirements import Mean, PeerRequirement, Requirement
 from headwise.benchmark.timing import Plan, Timed
 from headwise.testing import Arguments, Maker, Outputs
 
@@ -21,6 +21,7 @@ Direction = Literal["forward", "backward", "forward+backward"]
 Prepare = Callable[[Arguments], Callable[[], Any]]
 
 OURS = "headwise"
+ANY_ORDER = "headwise, any order"  # ours with deterministic=False
 
 
 class Absent(Exception):
@@ -53,6 +54,16 @@ class Contender:
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
     # The call returns (output, *gradients), without autograd.
     explicit: bool = False
+    # Does it sum in a fixed order, so that it gives the same bits every time? None: not known to us. False is said of
+    # gradients.
+    deterministic: bool | None = None
+    # Ours with other options: its result is held to the error budget as well, and it is no peer.
+    variant: bool = False
+
+
+def our_yardstick(name: str, prepare: Any, *, flops: float | None = None, explicit: bool = False) -> Contender:
+    """A call of ours that computes something else. Ours sums in a fixed order unless it is told otherwise."""
+    return Contender(name, prepare, yardstick=True, flops=flops, explicit=explicit, deterministic=True)
 
 
 def concerned(requirement: Requirement) -> str:
@@ -88,6 +99,9 @@ class BenchCase:
     outputs: tuple[str, ...] = ("out",)  # names of the results of a forward; more than one come as a tuple
     timed: Timed = "device"
     recorded: bool = False  # a forward that autograd records, as in training
+    # Of our own call: True unless it is made with deterministic=False; None: other people's operators take part in it.
+    deterministic: bool | None = True
+    most_rounds: int | None = None  # for calls that take many seconds; None: as many as the suite's plan has
     # What the work is counted in; None: operations, if there are any.
     counted: Literal["flops", "bytes"] | None = None
 
@@ -106,7 +120,8 @@ class BenchCase:
         return self.flops if self.counts_flops else self.bytes
 
     def contenders(self) -> tuple[Contender, ...]:
-        return (Contender(OURS, self.ours, explicit=self.explicit), *self.peers)
+        ours = Contender(OURS, self.ours, explicit=self.explicit, deterministic=self.deterministic)
+        return (ours, *self.peers)
 
 
 @dataclass(frozen=True)
@@ -121,6 +136,7 @@ class BenchSuite:
     # The thread count the suite's requirements are stated for.
     threads: int | None = None
     plan: Plan = field(default_factory=Plan)
+    means: tuple[Mean, ...] = ()  # required of many cases together
 
 
 def matches(case: BenchCase, text: str | None) -> bool:

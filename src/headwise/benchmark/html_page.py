@@ -11,13 +11,14 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from headwise.benchmark import html_charts
+from headwise.benchmark import html_charts, means
 from headwise.benchmark.case import OURS
 from headwise.benchmark.html_charts import Point, Series
 from headwise.benchmark.plot import Row
 from headwise.benchmark.plot_roofline import roofs
 from headwise.benchmark.regression import LIMIT, Change
-from headwise.benchmark.report import ROOFS
+from headwise.benchmark.report import ROOFS, order_of_sums
+from headwise.benchmark.suites import SUITES, load
 
 _LENGTH = re.compile(r"\bS (\d+)")
 _SHRINKS = re.compile(r"\b[BH] \d+")  # batch and heads, which get fewer as S grows
@@ -59,6 +60,7 @@ def section(name: str, rows: list[Row]) -> str:
     parts = [
         f'<h2 id="{name}">{html.escape(where[0])} · {html.escape(newest["suite"])}</h2>',
         f"<p class=dim>{html.escape(' · '.join(where[1:]))} · measured {when} · {judged}</p>{quick}",
+        *(f"<p>{html.escape(str(mean))}</p>" for mean in _means(rows)),
         _titled("Ratios to peers", _ratios(rows)),
         _titled("Growth with the sequence", _growth(rows)),
         _titled("Roofline", _roofline(rows)),
@@ -68,6 +70,11 @@ def section(name: str, rows: list[Row]) -> str:
     return "\n".join(parts)
 
 
+def _means(rows: list[Row]) -> list[means.Found]:
+    suite = rows[0]["suite"]
+    return means.found(load(suite).means, rows) if suite in SUITES else []
+
+
 def _titled(title: str, body: str) -> str:
     return f"<h3>{title}</h3>{body}" if body else ""
 
@@ -75,11 +82,12 @@ def _titled(title: str, body: str) -> str:
 def _ratios(rows: list[Row]) -> str:
     lines: dict[str, list[Point]] = {}
     for row in rows:
-        if row["ratio"]:
-            against = row["contender"] if row["role"] == "peer" else f"{row['contender']} (another task)"
-            name = f"{row['case']}, {row['direction']}: {float(row['ratio']):.2f}× ({row['outcome'] or 'not judged'})"
-            point = Point(float(row["ratio"]), 1.0, name, row["direction"] == "forward")
-            lines.setdefault(f"{row['group']} · {against}", []).append(point)
+        against = f"{row['contender']} (another task)" if row["role"] == "yardstick" else row["contender"]
+        for text, of in ((row["ratio"], ""), (row["ratio_any_order"], ", ours in any order")):
+            if text:
+                name = f"{row['case']}, {row['direction']}: {float(text):.2f}× ({row['outcome'] or 'not judged'})"
+                point = Point(float(text), 1.0, name, row["direction"] == "forward")
+                lines.setdefault(f"{row['group']} · {against}{of}", []).append(point)
     return f'<div class="wide">{html_charts.ratios(list(lines.items()))}</div>' if lines else ""
 
 
@@ -174,10 +182,12 @@ def _every_row(rows: list[Row]) -> str:
             f"{float(row['ratio']):.2f}×" if row["ratio"] else "",
             row["requirement"],
             row["outcome"],
+            order_of_sums(row),
         ]
         for row in rows
     ]
-    return _table(["group", "case", "direction", "contender", "ms", "ratio", "target", "outcome"], body, numbers=4)
+    names = ["group", "case", "direction", "contender", "ms", "ratio", "target", "outcome", "sums"]
+    return _table(names, body, numbers=4)
 
 
 def regression(changes: Sequence[Change], base: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headwise.benchmark.case import OURS
+from headwise.benchmark.case import ANY_ORDER, OURS
 from headwise.benchmark.plot import Row, new_figure, save, save_ratios, title_of
 from headwise.benchmark.plot_roofline import roofs, save_roofline
 
@@ -28,6 +28,7 @@ _COLOURS = {
     "cuDNN": "#4a6fa5",
     "FlexAttention": "#e0a63c",
     "our contiguous": "#9fcdbb",
+    ANY_ORDER: "#9fcdbb",
     "ONNX Runtime": "#4a6fa5",
     "PyTorch": "#c98a3a",
 }

@@ -38,7 +38,8 @@ class Row(Machine):
     case: str
     direction: str
     contender: str
-    role: str  # ours, peer, yardstick (it computes something else), or roof (what the machine can do)
+    # ours; variant: ours with other options; peer; yardstick: it computes something else; roof: what the machine can do
+    role: str
     status: str  # ok; refused: the result fails its error budget; error: it raised; absent: this machine lacks the peer
     detail: str = ""
     quick: bool
@@ -60,6 +61,9 @@ class Row(Machine):
     dtype: str
     timed: str = "device"  # or graph, calls, host: see headwise.benchmark.timing
     required_ratio: float | None = None  # what `ratio` must reach, where that is required
+    # Does the contender sum in a fixed order? Empty: not known. `order_of_sums` reads it, older rows included.
+    deterministic: bool | None = None
+    ratio_any_order: float | None = None  # its time over ours with deterministic=False, where that was timed as well
 
 
 _MACHINE_COLUMNS = [field.name for field in fields(Machine)]
@@ -97,7 +101,7 @@ def rows(result: CaseResult, suite: str, dtype: str, machine: Machine, quick: bo
     made = [
         row(
             m.contender,
-            "ours" if m.contender == OURS else "yardstick" if m.yardstick else "peer",
+            "ours" if m.contender == OURS else "variant" if m.variant else "yardstick" if m.yardstick else "peer",
             "ok",
             result.note if m.contender == OURS else "",
             **_numbers(result, m),
@@ -132,6 +136,8 @@ def required_ratio(result: CaseResult, measured: Measurement) -> float | None:
     for requirement in result.case.requirements:
         if ours is None or not isinstance(requirement, PeerRequirement) or requirement.peer != measured.contender:
             continue
+        if requirement.any_order:  # of another ratio
+            continue
         needed = requirement.needed_ratio(ours, measured)
         if needed is not None:
             return needed
@@ -153,6 +159,8 @@ def _numbers(result: CaseResult, measured: Measurement) -> dict[str, Any]:
         "ratio_p80": ratio and ratio.high,
         "error_budget_share": result.budget_share if measured.contender == OURS else None,
         "required_ratio": required_ratio(result, measured),
+        "deterministic": measured.deterministic,
+        "ratio_any_order": measured.ratio_any_order and measured.ratio_any_order.median,
     }
 
 
@@ -194,6 +202,23 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         reader = csv.DictReader(file)
         known = set(CASE_COLUMNS) <= set(reader.fieldnames or ()) <= set(COLUMNS)
         return [{name: row.get(name) or "" for name in COLUMNS} for row in reader] if known else []
+
+
+FIXED_ORDER, ANY_ORDER_OF_SUMS, WHERE_FASTER = "fixed order", "any order", "any order where faster"
+# Until then a backward of 16-bit attention on a GPU took any order where that was faster. Rows did not say so.
+_FIXED_SINCE = "2026-11-18T15:47"
+_OF_HOPPER_KERNELS = re.compile(r"attention D \d+|grouped heads|window|packed|memory")
+
+
+def order_of_sums(row: dict[str, str]) -> str:
+    """In which order a row's contender summed; empty where that is not known."""
+    if row["deterministic"]:
+        return FIXED_ORDER if row["deterministic"] == "True" else ANY_ORDER_OF_SUMS
+    if row["role"] != "ours" or row["suite"] == "models":
+        return ""
+    sixteen_bits = row["device"] == "cuda" and row["dtype"] in ("float16", "bfloat16")
+    hopper = sixteen_bits and row["direction"] != "forward" and _OF_HOPPER_KERNELS.fullmatch(row["group"])
+    return WHERE_FASTER if hopper and row["date"] < _FIXED_SINCE else FIXED_ORDER
 
 
 def _case_of(row: dict[str, Any]) -> tuple[str, ...]:

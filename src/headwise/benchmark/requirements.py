@@ -19,6 +19,9 @@ class Measurement:
     rounds: int
     peak_extra_bytes: int
     ratio: timing.Spread | None  # its time over ours, paired by round; None for ours
+    ratio_any_order: timing.Spread | None = None  # over ours with deterministic=False, where that was timed as well
+    deterministic: bool | None = None  # as of its contender
+    variant: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,33 @@ class PeerRequirement(Requirement):
 
     bound: float
     peer: str
+    any_order: bool = False  # judged by ours with deterministic=False: like beside like
+
+    def __str__(self) -> str:
+        return super().__str__() + self._order
+
+    @property
+    def brief(self) -> str:
+        return super().brief + self._brief_order
+
+    @property
+    def _order(self) -> str:
+        return ", in any order" if self.any_order else ""
+
+    @property
+    def _brief_order(self) -> str:
+        return " any order" if self.any_order else ""
 
     def needed_ratio(self, ours: Measurement, peer: Measurement) -> float | None:
         """What the time of ``peer`` over ours must reach; None: the comparison is not about time."""
         return None
 
     def met(self, figures: Figures) -> bool | None:
-        if figures.peer is None or figures.peer.ratio is None:
+        if figures.peer is None:
             return None
+        ratio = figures.peer.ratio_any_order if self.any_order else figures.peer.ratio
         needed = self.needed_ratio(figures.ours, figures.peer)
-        return None if needed is None else figures.peer.ratio.median >= needed
+        return None if ratio is None or needed is None else ratio.median >= needed
 
 
 class AtLeast(PeerRequirement):
@@ -84,7 +104,7 @@ class Within(PeerRequirement):
 
     @property
     def brief(self) -> str:
-        return f"≥ {1 / self.bound:.2f}×"
+        return f"≥ {1 / self.bound:.2f}×{self._brief_order}"
 
     def needed_ratio(self, ours: Measurement, peer: Measurement) -> float:
         return 1 / self.bound
@@ -156,7 +176,23 @@ class TimeLimit(Requirement):
     """A call of ours may take at most ``microseconds``."""
 
     microseconds: float
-    text = "≤ {0.microseconds:g} µs"
+    text = "≤ {0.limit}"
+
+    @property
+    def limit(self) -> str:
+        return f"{self.microseconds * 1e-6:g} s" if self.microseconds >= 1e6 else f"{self.microseconds:g} µs"
 
     def met(self, figures: Figures) -> bool:
         return figures.ours.seconds.median <= self.microseconds * 1e-6
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The geometric mean, over all cases of some groups in one direction, of the best peer's time over ours."""
+
+    name: str
+    direction: str
+    groups: tuple[str, ...]
+    peers: tuple[str, ...]
+    bound: float
+    any_order: bool = False  # of ours with deterministic=False

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headwise.backends.registry import use_backend
 from headwise.benchmark import correctness, inputs, memory, timing
-from headwise.benchmark.case import OURS, Absent, BenchCase, BenchSuite, Contender, OwnLeaves, concerned
+from headwise.benchmark.case import ANY_ORDER, OURS, Absent, BenchCase, BenchSuite, Contender, OwnLeaves, concerned
 from headwise.benchmark.requirements import Figures, Measurement, Requirement
 from headwise.testing import Arguments, Maker, Outputs, TensorError, compare_all, upcast
 
@@ -115,7 +115,7 @@ def _run(result: CaseResult, suite: BenchSuite, plan: timing.Plan, judged: bool,
     arguments = case.make(maker)
     result.input_bytes = sum(x.nbytes for x in arguments.values() if isinstance(x, Tensor))
     sets = [inputs.placed(arguments, suite.device)]
-    if case.timed != "host":  # host time does not depend on the GPU's cache
+    if case.timed not in ("host", "process"):  # whose time does not depend on the GPU's cache
         more = inputs.sets_needed(arguments, suite.device) - 1
         sets += [inputs.placed(case.make(maker), suite.device) for _ in range(more)]
     runners, grad_out = _bind_all(result, sets, maker)
@@ -131,19 +131,24 @@ def _run(result: CaseResult, suite: BenchSuite, plan: timing.Plan, judged: bool,
         return
     peaks = {}
     for name, runner in runners.items():
+        fresh = isinstance(runner.calls[0], timing.SelfTimed) and runner.calls[0].fresh
         with runner.scope():
-            peaks[name] = memory.peak_extra(runner.calls[0], suite.device)
+            peaks[name] = 0 if fresh else memory.peak_extra(runner.calls[0], suite.device)
     if suite.device == "webgpu":
         result.note = _traffic(runners[OURS])
     laps = {name: runner.lap() for name, runner in runners.items()}
     if case.timed == "graph" and suite.device == "cuda":
         laps = _captured(result, runners)
+    if case.most_rounds is not None:
+        plan = replace(plan, repeats=min(case.most_rounds, plan.repeats or case.most_rounds))
     if plan.most_calls is not None:
         plan = replace(plan, most_calls=max(1, plan.most_calls // len(sets)))
     lap_seconds = timing.interleave(laps, clock, plan, {name: r.scope for name, r in runners.items()})
     seconds = {name: [s / runners[name].calls_per_lap for s in of_lap] for name, of_lap in lap_seconds.items()}
+    loose = seconds.get(ANY_ORDER)
     for name in laps:
         contender = runners[name].contender
+        own = name == OURS or contender.variant
         result.measurements.append(
             Measurement(
                 contender=name,
@@ -153,6 +158,12 @@ def _run(result: CaseResult, suite: BenchSuite, plan: timing.Plan, judged: bool,
                 rounds=len(seconds[name]),
                 peak_extra_bytes=peaks[name],
                 ratio=None if name == OURS else timing.paired_ratio(seconds[name], seconds[OURS]),
+                ratio_any_order=None if own or loose is None else timing.paired_ratio(seconds[name], loose),
+                # False is said of gradients.
+                deterministic=contender.deterministic
+                if case.direction != "forward"
+                else contender.deterministic or None,
+                variant=contender.variant,
             )
         )
     result.verdicts = [Verdict(r, _outcome(result, r) if judged else "not judged") for r in case.requirements]
@@ -169,7 +180,7 @@ def _bind_all(result: CaseResult, sets: list[Arguments], maker: Maker) -> tuple[
             with scope():
                 calls = [_bind(case, contender, arguments, grads, i, maker) for i, arguments in enumerate(sets)]
         except Exception as error:  # packages fail to import in ways of their own
-            if contender.name == OURS:
+            if contender.name == OURS or contender.variant:
                 raise
             expected = isinstance(error, ImportError | Absent)
             result.absent[contender.name] = str(error) if expected else f"{type(error).__name__}: {error}"
@@ -294,14 +305,17 @@ def _refusal(result: CaseResult, runners: dict[str, _Runner], arguments: Argumen
     """Why the case is refused; empty if it is not."""
     case = result.case
     ours = runners[OURS].once()
-    picked = case.check.pick(ours)
     truth = case.check.compute(upcast(arguments, torch.float64), grad_out)
     plain = case.check.compute(arguments, grad_out)
-    result.errors = compare_all(picked, truth, plain)
-    failures = [str(e) for e in result.errors if not e.ok]
-    if failures:
-        return "outside the error budget: " + "; ".join(failures)
-    del truth, plain, picked
+    result.errors = compare_all(case.check.pick(ours), truth, plain)
+    for name, runner in runners.items():
+        errors = result.errors if name == OURS else []
+        if runner.contender.variant:
+            errors = compare_all(case.check.pick(runner.once()), truth, plain)
+        failures = [str(e) for e in errors if not e.ok]
+        if failures:
+            return f"{f'{name} is ' if name != OURS else ''}outside the error budget: " + "; ".join(failures)
+    del truth, plain
     for name, runner in runners.items():
         if name == OURS or runner.contender.yardstick:
             continue

@@ -22,7 +22,10 @@ Action = Callable[[], object]
 
 
 class SelfTimed:
-    """A call that measures its own time: our clocks do not see the GPU queue it uses."""
+    """A call that measures its own time: our clocks do not see the GPU queue or the process it uses."""
+
+    # Every call starts from nothing, in a process of its own: there is nothing to warm up, and none of our memory in it.
+    fresh: bool = False
 
     def __call__(self) -> Any:
         raise NotImplementedError
@@ -39,7 +42,8 @@ Scope = Callable[[], AbstractContextManager[Any]]
 #   graph   the same, with the calls captured in a CUDA graph and replayed
 #   calls   plain calls in a row, waiting for Python included
 #   host    what a call costs in Python, the kernels not included
-Timed = Literal["device", "graph", "calls", "host"]
+#   process the first call of a fresh process, or a whole one: the call times itself
+Timed = Literal["device", "graph", "calls", "host", "process"]
 
 
 class Clock(Protocol):
@@ -109,8 +113,6 @@ class WebGpuClock:
     """Timestamps of the GPU: the time inside its compute passes, each of which holds up to 64 recorded dispatches."""
 
     def measure(self, action: Action, calls: int) -> float:
-        if isinstance(action, SelfTimed):
-            return action.seconds(calls)
         from headwise.backends.webgpu import runtime
 
         device = runtime.device()
@@ -133,8 +135,6 @@ class WebGpuHostClock:
         self._wait = wait
 
     def measure(self, action: Action, calls: int) -> float:
-        if isinstance(action, SelfTimed):
-            return action.seconds(calls)
         from headwise.backends.webgpu import runtime
 
         device = runtime.device()
@@ -205,7 +205,7 @@ def interleave(
         while done < rounds:
             for name in order.sample(list(actions), len(actions)):
                 with scope_of[name]():
-                    seconds[name].append(clock.measure(actions[name], calls[name]))
+                    seconds[name].append(_measure(clock, actions[name], calls[name]))
             done += 1
             elapsed = time.monotonic() - start
             if plan.repeats is None:
@@ -225,12 +225,18 @@ def _rounds(round_s: float, plan: Plan) -> int:
     return min(MAX_ROUNDS, max(least, int(plan.target_s / max(round_s, 1e-9))))
 
 
+def _measure(clock: Clock, action: Action, calls: int) -> float:
+    return action.seconds(calls) if isinstance(action, SelfTimed) else clock.measure(action, calls)
+
+
 def _calls_per_sample(action: Action, clock: Clock, plan: Plan, scope: Scope) -> int:
     """Warms the action up, and finds how many calls fill a sample."""
+    if isinstance(action, SelfTimed) and action.fresh:
+        return 1
     seconds = 0.0
     with scope():
         for _ in range(WARM_UPS):
-            seconds = clock.measure(action, 1)
+            seconds = _measure(clock, action, 1)
     calls = max(1, math.ceil(plan.sample_s / seconds)) if seconds > 0 else 1
     return calls if plan.most_calls is None else min(calls, plan.most_calls)
 

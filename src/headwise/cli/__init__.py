@@ -28,7 +28,7 @@ COMMANDS = {
     "tune": "measure tile sizes on this GPU and write them to a table",
     "warm": "compile the kernels of some calls before a run, on all cores",
     "tour": "a short tour of the ops, with their results",
-    "demo": "train a small transformer, let it speak, and look at its attention",
+    "demo": "train a small transformer, generate text with it, look at its attention",
     "view": "open the report of a demo",
     "web": "serve the page that runs the kernels in a browser",
     "run": "run a program whose import of flash_attn finds Headwise",

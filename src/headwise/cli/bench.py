@@ -26,16 +26,15 @@ from rich.table import Table
 from rich.text import Text
 
 from headwise.backends.registry import availability
-from headwise.benchmark import report, roofs
+from headwise.benchmark import means, report, roofs
 from headwise.benchmark.case import OURS, BenchCase, BenchSuite, concerned, matches
 from headwise.benchmark.requirements import Measurement
 from headwise.benchmark.runner import NOTHING_CROSSED, CaseResult, Verdict, run_case
 from headwise.benchmark.suites import SUITES, load
 from headwise.cli import _bench_report, _terminal, env
+from headwise.cli._bench_report import DEFAULT_FOLDER, DISTRIBUTED
 from headwise.ops._checks import short
 
-DEFAULT_FOLDER = Path("bench/results")
-DISTRIBUTED = "distributed"  # processes, not contenders: no case of the other suites
 _WIDE = 110  # columns of a terminal with room for the whole table
 _LEFT_OUT = ("20–80 %", "extra MiB")  # in narrower terminals
 _BRIEF_DIRECTION = {"forward": "fwd", "backward": "bwd", "forward+backward": "fwd+bwd"}
@@ -43,19 +42,7 @@ _BRIEF_DIRECTION = {"forward": "fwd", "backward": "bwd", "forward+backward": "fw
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _bench_report.add_arguments(parser)
-    parser.add_argument("--suite", default="cpu", help=f"one of: {', '.join((*SUITES, DISTRIBUTED))} (default: cpu)")
-    parser.add_argument("--group", action="append", metavar="NAME", help="only this group (may be repeated)")
-    parser.add_argument("--filter", metavar="TEXT", help="only cases whose name has every word of TEXT")
-    parser.add_argument(
-        "--without", action="append", metavar="PEER", help="leave this peer out, one that compiles for long, say"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes: proves that it runs, measures nothing of worth"
-    )
-    parser.add_argument("--threads", type=int, help="of PyTorch on the CPU (default: what the suite's targets are for)")
-    parser.add_argument(
-        "--repeats", type=int, metavar="N", help="rounds per case (default: 7 to 30 by time, 3 for long ones)"
-    )
+    _bench_report.add_choice(parser)
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help=f"folder of the CSV (default: {DEFAULT_FOLDER}; quick: none)"
     )
@@ -72,9 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.action == "report":
-        return _bench_report.write(args, args.out or DEFAULT_FOLDER)
-    if args.base is not None or args.page is not None:
-        raise _terminal.UsageError("--base and --page belong to headwise bench report")
+        return _bench_report.write(args)
     if args.plot_csv is not None:
         return _plot_again(args.plot_csv, args.out, args.json)
     if args.suite == DISTRIBUTED:
@@ -109,10 +94,15 @@ def run(args: argparse.Namespace) -> int:
     written = [path] if path is not None else []
     if args.plot is not None and _plot(rows, args.plot):
         written.append(args.plot)
+    # Of the whole file where there is one: its groups may have been measured one by one.
+    known_rows = report.read_csv(path) if path is not None else [report.as_text(row) for row in rows]
+    found = means.found(suite.means, known_rows) if not args.quick else []
     if args.json:
-        _terminal.print_json(_as_json(results, rows, machine, written))
+        _terminal.print_json(_as_json(results, rows, machine, written) | {"means": [str(mean) for mean in found]})
     else:
         _print(_terminal.console(), results, suite, machine, measured_roofs, args.quick, written)
+        for mean in found:
+            _terminal.console().print(Text(str(mean)))
     return 0 if all(r.status == "ok" for r in results) else 1
 
 
@@ -331,14 +321,20 @@ def _cells(result: CaseResult, unit: float) -> Iterator[tuple[str | Text, ...]]:
             case.name if first else "",
             _BRIEF_DIRECTION[case.direction] if first else "",
             _number(ours.seconds.median * 1e3) if first else "",
-            _number(case.work / ours.seconds.median / unit) if first and case.timed != "host" else "",
+            _number(case.work / ours.seconds.median / unit) if first and case.work and case.timed != "host" else "",
             other.contender if other is not None else "",
             _number(other.seconds.median * 1e3) if other is not None else "",
-            Text(f"{ratio.median:.2f}×", _colour(of_time)) if ratio is not None else "",
+            Text(f"{ratio.median:.2f}×{_in_any_order(other)}", _colour(of_time)) if ratio is not None else "",
             Text(f"{ratio.low:.2f}–{ratio.high:.2f}", "dim") if ratio is not None else "",
             f"{extra} : {_number(other.peak_extra_bytes / 2**20)}" if other is not None else extra,
             Text("\n").join(Text(v.requirement.brief, _colour([v])) for v in verdicts),
         )
+
+
+def _in_any_order(other: Measurement | None) -> str:
+    """The ratio to ours with deterministic=False, in brackets."""
+    loose = other.ratio_any_order if other is not None else None
+    return f" ({loose.median:.2f}×)" if loose is not None else ""
 
 
 def _who(verdict: Verdict) -> str:
@@ -360,6 +356,8 @@ def _print_summary(console: Console, results: list[CaseResult]) -> None:
         parts += [(", ", ""), (f"{broken} refused or broken", "bold red")]
     console.print(Text.assemble(*parts))
     legend = "ratio = their time / ours, median over paired rounds; extra = memory beyond the inputs, ours : theirs"
+    if any(m.ratio_any_order is not None for r in results for m in r.measurements):
+        legend += "; in brackets: / ours in any order"
     console.print(Text(legend, "dim"))
     if console.width < _WIDE:
         console.print(Text(f"too narrow for: {', '.join(_LEFT_OUT)} (--json has them)", "dim"))

@@ -1,4 +1,4 @@
-"""``headwise demo``: train a small byte-level transformer with Headwise's ops, let it speak, and look at its attention.
+"""``headwise demo``: train a small byte-level transformer with Headwise's ops, generate text with it, look at its attention.
 
 It trains on Python's own documentation, then trains the first steps again on plain PyTorch ops, generates text with a
 cache, checks that decoding computes what a forward pass does, and leaves a report in a folder: `headwise view` opens
@@ -63,7 +63,9 @@ class Failed(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Recipe()
-    parser.add_argument("--backend", help="whose kernels (default: triton where there is a GPU for it, else cpu)")
+    parser.add_argument(
+        "--backend", help="backend whose kernels run (default: triton where there is a GPU for it, else cpu)"
+    )
     parser.add_argument(
         "--device", choices=("cpu", "cuda", _WEBGPU),
         help="where the model is (default: where the kernels are); webgpu: everything stays on that GPU",
@@ -71,11 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help=f"of training (default: {default.steps})")
     parser.add_argument("--layers", type=int, help=f"of the model (default: {default.shape.layers})")
     parser.add_argument("--width", type=int, help=f"of the model (default: {default.shape.width})")
-    parser.add_argument(
-        "--seed", type=int, help="of the weights, of the order of the text, of what is drawn (default: 0)"
-    )
+    parser.add_argument("--seed", type=int, help="random seed for weights, data order and sampling (default: 0)")
     parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="train on these files instead")
-    parser.add_argument("--prompt", help="what it goes on from when it speaks (default: how the first document begins)")
+    parser.add_argument("--prompt", help="text to continue (default: how the first document begins)")
     parser.add_argument(
         "--out", type=Path, default=DEFAULT_FOLDER, metavar="DIR",
         help=f"where the report and the checkpoint go (default: {DEFAULT_FOLDER})",
@@ -146,7 +146,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             held_out_loss = training.held_out_loss()
         with teller.waiting("checking that decoding computes what a forward pass does"):
             decode = check_decoding(training.model, passage(corpus, _CHECKED_POSITIONS))
-        with teller.waiting("speaking"):
+        with teller.waiting("generating text"):
             spoken = generate(training.model, prompt, recipe.context - len(prompt), seed=recipe.seed)
         with teller.waiting("looking at its attention"):
             sample = attention_sample(training.model, recipe.shape, passage(corpus, LENGTH))
@@ -438,7 +438,7 @@ class _Teller:
         self.console.print(_footnote(result))
         if result.decode is not None:
             self.console.print(_verdict(result.decode))
-        self.console.print("\n[bold]It speaks[/bold] [dim](in bold what it was given)[/dim]")
+        self.console.print("\n[bold]Generated text[/bold] [dim](the prompt in bold)[/dim]")
         spoken = Styled.assemble((_printable(result.prompt), "bold"), _printable(result.generated))
         for line in spoken.wrap(self.console, self.console.width - 2):
             line.rstrip()

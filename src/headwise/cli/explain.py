@@ -7,6 +7,7 @@ exit code is 1 where no backend runs the call.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -229,7 +230,7 @@ def run(args: argparse.Namespace) -> int:
         described = _explain.describe(args.op, *positional, **keywords, backend=args.backend)
         explanation = _explain.judge(described, args.device or "cpu", args.arch)
     except (TypeError, ValueError) as error:  # the op refuses such a call, or there is no such backend
-        raise _terminal.UsageError(str(error)) from error
+        raise _terminal.UsageError(re.sub(r"\bbackend='([^']*)'", r"--backend \1", str(error))) from error
     if args.json:
         _terminal.print_json(explanation.to_json())
     else:

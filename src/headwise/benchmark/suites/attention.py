@@ -20,9 +20,6 @@ SDPA = "SDPA"
 PLAIN = "our plain"
 QKV = ("q", "k", "v")
 
-# Backward is five matrix products where forward is two.
-BACKWARD_WORK = 2.5
-
 
 class Shape(NamedTuple):
     batch: int
@@ -161,24 +158,26 @@ def attention_case(
     requirements: tuple[Requirement, ...] = (),
     dtype: torch.dtype = torch.float32,
     heads_inside: bool = False,
+    value_dim: int | None = None,
 ) -> BenchCase:
     """`headwise.attention` at a shape; ``features(maker)`` adds arguments (softcap, sink, kv_lengths).
 
     heads_inside: q, k and v are views of ``(B, S, H, D)``, as the projections of a model give them.
+    value_dim: the head dim of v, where it is another than that of q and k.
 
     Counted is the work of the shape and its visibility, not a feature's own arithmetic.
     """
     batch, heads, key_heads, length, head_dim = shape
     pairs = visibility.pairs(length, length)
 
-    def normal(maker: Maker, of: int) -> Tensor:
+    def normal(maker: Maker, of: int, dim: int = head_dim) -> Tensor:
         if heads_inside:
-            return maker.normal(batch, length, of, head_dim).transpose(1, 2)
-        return maker.normal(batch, of, length, head_dim)
+            return maker.normal(batch, length, of, dim).transpose(1, 2)
+        return maker.normal(batch, of, length, dim)
 
     def make(maker: Maker) -> Arguments:
         q = normal(maker, heads)
-        k, v = (normal(maker, key_heads) for _ in range(2))
+        k, v = normal(maker, key_heads), normal(maker, key_heads, value_dim or head_dim)
         return {"q": q, "k": k, "v": v, **visibility.flags(), **features(maker)}
 
     group_size = heads // key_heads
@@ -197,8 +196,8 @@ def attention_case(
         ),
         differentiable=differentiable,
         peers=peers,
-        flops=attention_flops(batch * heads * pairs, head_dim, direction),
-        bytes=attention_bytes(shape, direction, dtype),
+        flops=attention_flops(batch * heads * pairs, head_dim, direction, value_dim),
+        bytes=attention_bytes(shape, direction, dtype, value_dim),
         requirements=requirements,
         dtype=dtype,
     )
@@ -286,15 +285,17 @@ def plain(arguments: Arguments) -> Callable[[], Tensor]:
     return lambda: hw.attention(**kept)
 
 
-def attention_flops(pairs: int, head_dim: int, direction: Direction) -> float:
-    """Two products of 2·D operations per visible pair forward, five backward."""
-    forward = 4.0 * pairs * head_dim
-    return forward * {"forward": 1.0, "backward": BACKWARD_WORK, "forward+backward": 1 + BACKWARD_WORK}[direction]
+def attention_flops(pairs: int, head_dim: int, direction: Direction, value_dim: int | None = None) -> float:
+    """Two products of 2·D operations per visible pair forward, five backward (three over D, two over Dv)."""
+    value_dim = value_dim or head_dim
+    forward, backward = 2.0 * pairs * (head_dim + value_dim), 2.0 * pairs * (3 * head_dim + 2 * value_dim)
+    return {"forward": forward, "backward": backward, "forward+backward": forward + backward}[direction]
 
 
-def attention_bytes(shape: Shape, direction: Direction, dtype: torch.dtype) -> float:
+def attention_bytes(shape: Shape, direction: Direction, dtype: torch.dtype, value_dim: int | None = None) -> float:
     """q, k, v and out once forward; backward reads those and the output's gradient and writes three gradients."""
-    query = dtype.itemsize * shape.batch * shape.heads * shape.length * shape.head_dim
-    key = dtype.itemsize * shape.batch * shape.key_heads * shape.length * shape.head_dim
-    forward, backward = 2 * query + 2 * key, 4 * query + 4 * key
+    dims = shape.head_dim + (value_dim or shape.head_dim)
+    rows = shape.batch * (shape.heads + shape.key_heads) * shape.length
+    forward = float(dtype.itemsize * rows * dims)
+    backward = 2 * forward
     return {"forward": forward, "backward": backward, "forward+backward": forward + backward}[direction]

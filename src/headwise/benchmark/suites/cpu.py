@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 
-from headwise.benchmark.case import BenchCase, BenchSuite, Contender, Direction
+from headwise.benchmark.case import BenchCase, BenchSuite, Contender, Direction, our_yardstick
 from headwise.benchmark.requirements import AtLeast, PeakMemory, Within
 from headwise.benchmark.suites import cpu_features, dropout, linear_loss, pointwise, training
 from headwise.benchmark.suites.attention import (
@@ -132,7 +132,7 @@ def _features(shrink: int) -> list[BenchCase]:
             PATTERNS[pattern],
             features=features[feature][0],
             differentiable=features[feature][1],
-            peers=(Contender(PLAIN, plain, yardstick=True),),
+            peers=(our_yardstick(PLAIN, plain),),
             requirements=(Within(1.5, PLAIN),),
         )
         for feature, pattern, direction in product(features, PATTERNS, BOTH)

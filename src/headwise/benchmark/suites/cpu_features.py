@@ -12,7 +12,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.backends.cpu.threads import one_thread
-from headwise.benchmark.case import BenchCase, Contender, Direction
+from headwise.benchmark.case import BenchCase, Contender, Direction, our_yardstick
 from headwise.benchmark.correctness import WholeCheck, oracle
 from headwise.benchmark.requirements import AtLeast, Within
 from headwise.benchmark.suites import pointwise, training
@@ -87,7 +87,7 @@ def _short_sequences(shrink: int) -> Iterator[BenchCase]:
     for direction in BOTH:
         yield packed_case(
             f"{count} documents of {length} tokens D 64 H 8", "short sequences", [length] * count, heads=8, head_dim=64,
-            direction=direction, causal=True, peers=(Contender(BATCHED, batched, yardstick=True),),
+            direction=direction, causal=True, peers=(our_yardstick(BATCHED, batched),),
             requirements=(Within(1.5, BATCHED),),
         )  # fmt: skip
 

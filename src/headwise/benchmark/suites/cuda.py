@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.benchmark.case import BenchCase, BenchSuite, Contender, Direction, OwnLeaves
-from headwise.benchmark.requirements import AtLeast, Bandwidth, PeakMemory, Requirement, SameRate, TimeLimit, Within
-from headwise.benchmark.suites import dropout, linear_loss, pointwise, training
+from headwise.benchmark.case import BenchCase, BenchSuite, Contender, Direction, OwnLeaves, our_yardstick
+from headwise.benchmark.requirements import (
+    AtLeast,
+    Bandwidth,
+    FlopRate,
+    PeakMemory,
+    Requirement,
+    SameRate,
+    TimeLimit,
+    Within,
+)
+from headwise.benchmark.suites import cold_start, dropout, linear_loss, pointwise, training
 from headwise.benchmark.suites.attention import (
     BOTH,
     PATTERNS,
@@ -27,7 +37,14 @@ from headwise.benchmark.suites.attention import (
     attention_flops,
     packed_case,
 )
-from headwise.benchmark.suites.decode import CONTIGUOUS, Cache, contiguous_yardstick, decode_case
+from headwise.benchmark.suites.decode import (
+    CONTIGUOUS,
+    LATENT,
+    Cache,
+    contiguous_yardstick,
+    decode_case,
+    latent_case,
+)
 from headwise.benchmark.suites.host import host_cases
 from headwise.benchmark.suites.norms import cuda_norm_cases
 from headwise.benchmark.suites.peers import (
@@ -36,10 +53,12 @@ from headwise.benchmark.suites.peers import (
     FA2,
     FLEX,
     MATH,
+    flash_mla_peer,
     flex_peer,
     sdpa_decode_peers,
     sdpa_peers,
 )
+from headwise.benchmark.suites.quack_peers import QUACK, cross_entropy_peer, rms_norm_peer, softmax_peer
 from headwise.benchmark.suites.training import TORCH, Setting
 from headwise.benchmark.timing import Plan, Timed
 from headwise.testing import Arguments
@@ -73,13 +92,16 @@ def cases(quick: bool) -> list[BenchCase]:
         *_packed(shrink),
         *_window(shrink),
         *_decode(shrink),
+        *_latent(shrink),
         *_rows(shrink),
+        *_through_autograd(shrink),
         *cuda_norm_cases(shrink, BF16),
         *_training_ops(shrink),
         *_pointwise(shrink),
         *_linear_loss(shrink),
         *_memory(shrink),
         *host_cases(BF16),
+        *cold_start.cases(shrink),
     ]
 
 
@@ -149,14 +171,16 @@ def _packed(shrink: int) -> list[BenchCase]:
         random_packed_case(
             shrink,
             direction,
-            Contender(DENSE, dense, yardstick=True, flops=_causal_flops(shape, direction)),
-            SameRate(0.95, DENSE),
+            (our_yardstick(DENSE, dense, flops=_causal_flops(shape, direction)),),
+            (SameRate(0.95, DENSE),),
         )
         for direction in BOTH
     ]
 
 
-def random_packed_case(shrink: int, direction: Direction, peer: Contender, requirement: Requirement) -> BenchCase:
+def random_packed_case(
+    shrink: int, direction: Direction, peers: tuple[Contender, ...], requirements: tuple[Requirement, ...]
+) -> BenchCase:
     lengths = random_lengths(PACKED_SEQUENCES, PACKED_TOKENS // shrink)
     return packed_case(
         f"{len(lengths)} random lengths causal T {sum(lengths)} D {PACKED_HEAD_DIM} H {PACKED_HEADS}",
@@ -166,8 +190,8 @@ def random_packed_case(shrink: int, direction: Direction, peer: Contender, requi
         PACKED_HEAD_DIM,
         direction,
         causal=True,
-        peers=(peer,),
-        requirements=(requirement,),
+        peers=peers,
+        requirements=requirements,
         dtype=BF16,
     )
 
@@ -187,7 +211,7 @@ def _window(shrink: int) -> list[BenchCase]:
             shape,
             direction,
             Visibility(window=(width - 1, 0)),
-            peers=(Contender(CAUSAL, causal, yardstick=True, flops=_causal_flops(shape, direction)),),
+            peers=(our_yardstick(CAUSAL, causal, flops=_causal_flops(shape, direction)),),
             requirements=(AtLeast(6.0, CAUSAL),),
             dtype=BF16,
         )
@@ -219,18 +243,42 @@ def _decode(shrink: int) -> list[BenchCase]:
     return built
 
 
-def _rows(shrink: int) -> list[BenchCase]:
-    builders = {"rms_norm": training.rms_norm_case, "softmax": training.softmax_case}
+def _latent(shrink: int) -> list[BenchCase]:
+    """16 heads wait for memory, 128 for the tensor cores."""
+    needed: dict[int, Requirement] = {16: Bandwidth(2.8), 128: FlopRate(450.0)}
     built: list[BenchCase] = []
-    for (op, build), direction in product(builders.items(), BOTH):
+    for (heads, required), page_size in product(needed.items(), (None, 64)):
+        cache = Cache(max(1, 32 // shrink), 32768 // shrink, heads, 1, LATENT)
+        peers = (flash_mla_peer(),)
+        case = latent_case(
+            "latent decode", cache, "graph", BF16, page_size=page_size, peers=peers, requirements=(required,)
+        )
+        built.append(case)
+    return built
+
+
+def _rows(shrink: int) -> list[BenchCase]:
+    builders = {
+        "rms_norm": (training.rms_norm_case, rms_norm_peer(training.RMS_EPS)),
+        "softmax": (training.softmax_case, softmax_peer()),
+    }
+    built: list[BenchCase] = []
+    for (op, (build, quack)), direction in product(builders.items(), BOTH):
         rate = RATES[op, direction]
         shapes = {(ELEMENTS // width, width): OTHER_WIDTHS * rate for width in WIDTHS}
         shapes.update(dict.fromkeys(FEW_ROWS, OTHER_WIDTHS * rate))
         shapes[(16384, 4096 if op == "rms_norm" else 16384)] = rate
         for (rows, width), least in shapes.items():
             setting = Setting(BF16, op, (Bandwidth(least),))
-            built.append(build(max(1, rows // shrink), width, direction, setting))
+            built.append(build(max(1, rows // shrink), width, direction, setting, peers=(quack,)))
     return built
+
+
+def _through_autograd(shrink: int) -> list[BenchCase]:
+    """The backward of rms_norm as a training step calls it: what the host takes counts."""
+    setting = Setting(BF16, "rms_norm as plain calls", (Bandwidth(RATES["rms_norm", "backward"]),))
+    peers = (rms_norm_peer(training.RMS_EPS),)
+    return [replace(training.rms_norm_case(16384 // shrink, 4096, "backward", setting, peers=peers), timed="calls")]
 
 
 def _training_ops(shrink: int) -> list[BenchCase]:
@@ -243,7 +291,9 @@ def _training_ops(shrink: int) -> list[BenchCase]:
         training.transpose_case(side, 16384, setting(Bandwidth(3.95))),
         training.transpose_case(side, 16384, single),
         training.cross_entropy_case(8192 // shrink, 131072, setting(Bandwidth(3.2)), fused=True),
-        training.cross_entropy_case(8192 // shrink, 131072, setting(AtLeast(1.0, TORCH))),
+        training.cross_entropy_case(
+            8192 // shrink, 131072, setting(AtLeast(1.0, TORCH), AtLeast(1.05, QUACK)), peers=(cross_entropy_peer(),)
+        ),
         training.embedding_case(ids, entries, 4096, "forward", setting()),
         training.embedding_case(ids, entries, 4096, "backward", setting(AtLeast(2.0, TORCH))),
         training.embedding_case(ids, entries, 4096, "backward", setting(AtLeast(1.0, TORCH)), one_id=True),

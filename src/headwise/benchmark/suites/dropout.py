@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.benchmark.case import BenchCase, Contender, Direction
+from headwise.benchmark.case import BenchCase, Contender, Direction, our_yardstick
 from headwise.benchmark.requirements import Requirement, Within
 from headwise.benchmark.suites.attention import (
     BOTH,
@@ -102,7 +102,7 @@ def on_cpu(shrink: int) -> list[BenchCase]:
 def on_webgpu(shrink: int) -> list[BenchCase]:
     """Beside our attention without dropout: what the random numbers cost."""
     shape = Shape(1, 16, 16, 2048 // shrink, 64)
-    return dropout_cases([(f"S {shape.length} D 64", shape)], (Contender(PLAIN, plain, yardstick=True),), ())
+    return dropout_cases([(f"S {shape.length} D 64", shape)], (our_yardstick(PLAIN, plain),), ())
 
 
 def sdpa_dropping(arguments: Arguments) -> Callable[[], Tensor]:

@@ -3,6 +3,9 @@
 A mask is dense, padding, causal written as a mask, or eight documents; a bias has a number for every head, query and key,
 with or without a gradient. Beside them PyTorch's kernels with the same tensor, and FlexAttention with a prepared
 BlockMask. Counted is the work of a call without them, so that a tile that is skipped shows as speed.
+
+A mask that hides much has our own plain call beside it: causal as a mask may take little longer than ``causal=True``,
+documents as a mask a fraction of the full call. Soft caps, which no peer has, are beside our plain call too.
 """
 
 from __future__ import annotations
@@ -16,15 +19,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.benchmark.case import Absent, BenchCase, Contender
+import headwise as hw
+from headwise.benchmark.case import Absent, BenchCase, Contender, our_yardstick
 from headwise.benchmark.correctness import WholeCheck, oracle
-from headwise.benchmark.requirements import AtLeast
-from headwise.benchmark.suites.attention import BOTH, QKV, attention_bytes, attention_flops, ours
+from headwise.benchmark.requirements import AtLeast, PeerRequirement, Within
+from headwise.benchmark.suites.attention import (
+    BOTH,
+    PATTERNS,
+    PLAIN,
+    QKV,
+    attention_bytes,
+    attention_case,
+    attention_flops,
+    ours,
+    plain,
+)
 from headwise.benchmark.suites.cuda import BF16, table_shape
 from headwise.benchmark.suites.peers import CUDNN, EFFICIENT, FLEX, sdpa_peers_of, tried
 from headwise.testing import Arguments, Maker, Outputs
 
 _DOCUMENTS = 8
+_SOFTCAP = 30.0
+FLAG, FULL = "our causal=True", "our full call"
 
 
 @dataclass(frozen=True)
@@ -98,6 +114,21 @@ def _flex(arguments: Arguments) -> Callable[[], Tensor]:
     return tried(lambda: compiled(q, k, v, block_mask=blocks), arguments)
 
 
+def _without_mask(causal: bool) -> Callable[[Arguments], Callable[[], Tensor]]:
+    def prepare(arguments: Arguments) -> Callable[[], Tensor]:
+        q, k, v = (arguments[name] for name in QKV)
+        return lambda: hw.attention(q, k, v, causal=causal)
+
+    return prepare
+
+
+# Beside which call of ours a mask is timed, and what is required.
+_YARDSTICKS: dict[str, tuple[Contender, PeerRequirement]] = {
+    "causal as a mask": (our_yardstick(FLAG, _without_mask(causal=True)), Within(1.25, FLAG)),
+    "8 documents as a mask": (our_yardstick(FULL, _without_mask(causal=False)), AtLeast(4.0, FULL)),
+}
+
+
 def cases(shrink: int) -> list[BenchCase]:
     built = []
     kinds = (*MASKS, "bias", "bias with a gradient")
@@ -109,10 +140,14 @@ def cases(shrink: int) -> list[BenchCase]:
         # PyTorch's cuDNN attention has no gradient of a bias; FlexAttention would read it inside a function of its own.
         names = (EFFICIENT,) if wanted else (CUDNN, EFFICIENT)
         peers = [*sdpa_peers_of(_sdpa, *names)]
-        needed = [AtLeast(1.5 if wanted else 1.0, name) for name in names]
+        needed: list[PeerRequirement] = [AtLeast(1.5 if wanted else 1.0, name) for name in names]
         if kind in MASKS:
             peers.append(Contender(FLEX, _flex))
             needed.append(AtLeast(1.2, FLEX))
+        if kind in _YARDSTICKS:
+            yardstick, required = _YARDSTICKS[kind]
+            peers.append(yardstick)
+            needed.append(required)
         built.append(
             BenchCase(
                 name=f"{kind} S {shape.length} D {head_dim}",
@@ -129,6 +164,20 @@ def cases(shrink: int) -> list[BenchCase]:
                 dtype=BF16,
             )
         )
+    return built
+
+
+def softcap_cases(shrink: int) -> list[BenchCase]:
+    """What a soft cap costs, beside the same call without it."""
+    built = []
+    for direction, head_dim, pattern, length in product(BOTH, (64, 128, 256), PATTERNS, (2048, 8192)):
+        shape = table_shape(length, head_dim, shrink)
+        case = attention_case(
+            f"{pattern} S {shape.length} D {head_dim}", "softcap", shape, direction, PATTERNS[pattern],
+            features=lambda maker: {"softcap": _SOFTCAP}, peers=(our_yardstick(PLAIN, plain),),
+            requirements=(Within(1.35, PLAIN),), dtype=BF16, heads_inside=True,
+        )  # fmt: skip
+        built.append(case)
     return built
 
 

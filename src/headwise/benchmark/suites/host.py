@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.benchmark.case import BenchCase, Contender, OwnLeaves
+from headwise.benchmark.case import BenchCase, Contender, OwnLeaves, our_yardstick
 from headwise.benchmark.correctness import WholeCheck, oracle
 from headwise.benchmark.requirements import Requirement, Within
 from headwise.benchmark.suites import training
@@ -70,7 +70,7 @@ def _varlen(dtype: torch.dtype) -> BenchCase:
 
     _, heads, _, length, head_dim = _SHAPE
     lengths = [length // 4, length - length // 4]
-    peers = (Contender(ATTENTION, dense, yardstick=True),)
+    peers = (our_yardstick(ATTENTION, dense),)
     return packed_case("varlen", GROUP, lengths, heads, head_dim, "forward", False, peers=peers, dtype=dtype)
 
 

@@ -168,6 +168,7 @@ def training_step(name: str, config: TransformerConfig, batch: int, length: int)
     matrices = sum(shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2)
     attention = config.layers * config.heads * config.head_width * batch * length * length * 2  # causal: half of 4
     return BenchCase(
+        deterministic=None,
         name=name,
         group="training step",
         direction="forward+backward",

@@ -17,10 +17,11 @@ from headwise.benchmark.correctness import WholeCheck, oracle
 from headwise.benchmark.requirements import AtLeast, Bandwidth
 from headwise.benchmark.suites.attention import BOTH
 from headwise.benchmark.suites.peers import tried
+from headwise.benchmark.suites.quack_peers import QUACK, layer_norm_peer
 from headwise.benchmark.suites.training import PLAIN, TORCH, Setting
 from headwise.testing import Arguments
 
-COMPILED, LIGER, QUACK = "torch.compile", "Liger", "quack"
+COMPILED, LIGER = "torch.compile", "Liger"
 LAYER_EPS, RMS_EPS = 1e-5, 1e-6
 COPY_RATE = 4.24  # TB/s of a copy on one H200
 SHARES = {"forward": 0.9, "backward": 0.85}  # of that, required at 16384 × 4096
@@ -61,7 +62,7 @@ def layer_norm_case(
         ours=lambda a: lambda: hw.layer_norm(**a),
         check=WholeCheck(oracle("layer_norm"), differentiable),
         differentiable=differentiable,
-        peers=_peers(plain, gpu, {LIGER: _liger_layer_norm}),
+        peers=(*_peers(plain, gpu, {LIGER: _liger_layer_norm}), *([layer_norm_peer(LAYER_EPS)] if gpu else ())),
         flops=_times(direction, 8, 14) * rows * width,
         bytes=setting.dtype.itemsize * _times(direction, 2, 3) * rows * width,
         **setting.fields(),

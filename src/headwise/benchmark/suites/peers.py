@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headwise.benchmark.case import Absent, Contender, Prepare
+from headwise.benchmark.case import ANY_ORDER, Absent, Contender, Prepare
 from headwise.benchmark.suites.attention import QKV, sdpa
 from headwise.testing import Arguments
 
 FA2, CUDNN, EFFICIENT, MATH, FLEX = "FA2", "cuDNN", "SDPA efficient", "SDPA math", "FlexAttention"
-FA4 = "FA4"
+FA4, FLASH_MLA = "FA4", "FlashMLA"
+_MLA_PAGE = 64
 _KERNELS = {
     FA2: SDPBackend.FLASH_ATTENTION,
     CUDNN: SDPBackend.CUDNN_ATTENTION,
@@ -55,7 +56,19 @@ def flex_peer() -> Contender:
 
 def fa4_peer(packed: bool = False) -> Contender:
     """FlashAttention-4 (the package flash-attn-4), where it is installed."""
-    return Contender(FA4, _fa4_packed if packed else _fa4)
+    return Contender(FA4, _fa4_packed if packed else _fa4, deterministic=False)
+
+
+def any_order_contender(call: Callable[..., Any]) -> Contender:
+    """Our own call with sums in any order, beside peers that sum so."""
+    return Contender(
+        ANY_ORDER, lambda arguments: lambda: call(**arguments, deterministic=False), deterministic=False, variant=True
+    )
+
+
+def flash_mla_peer() -> Contender:
+    """FlashMLA (the package flash_mla), where it is installed: absorbed latent decoding over pages of 64."""
+    return Contender(FLASH_MLA, _flash_mla)
 
 
 @contextmanager
@@ -99,7 +112,11 @@ def _sdpa_peer(name: str, prepare: Callable[[Arguments], Callable[[], Tensor]]) 
         return tried(prepare(arguments), arguments)
 
     # Entered once for a whole sample: entering takes as long as a small call.
-    return Contender(name, cast(Prepare, prepare_and_try), scope=lambda: sdpa_kernel(_KERNELS[name]))
+    # PyTorch warns that these three add up in any order unless deterministic algorithms are asked for.
+    deterministic = False if name in (FA2, CUDNN, EFFICIENT) else None
+    return Contender(
+        name, cast(Prepare, prepare_and_try), scope=lambda: sdpa_kernel(_KERNELS[name]), deterministic=deterministic
+    )
 
 
 def tried(call: Callable[[], Tensor], arguments: Arguments) -> Callable[[], Tensor]:
@@ -119,6 +136,30 @@ def _sdpa_decode(arguments: Arguments) -> Callable[[], Tensor]:
     """One new token over full caches, by PyTorch's attention."""
     q, k, v = arguments["q"][:, :, None], arguments["k_cache"], arguments["v_cache"]
     return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[:, :, 0]
+
+
+def _flash_mla(arguments: Arguments) -> Callable[[], Tensor]:
+    from flash_mla import (  # type: ignore[import-not-found,unused-ignore]
+        flash_mla_with_kvcache,
+        get_mla_metadata,
+    )
+
+    q, cache, lengths = (arguments[name] for name in ("q", "k_cache", "lengths"))
+    table = arguments.get("block_table")
+    if table is None:  # the same memory in pages, in order
+        batch, _, length, head_dim = cache.shape
+        if length % _MLA_PAGE:
+            raise Absent(f"its pages have {_MLA_PAGE} keys, and the cache has {length}")
+        cache = cache.reshape(-1, 1, _MLA_PAGE, head_dim)
+        table = torch.arange(cache.shape[0], dtype=torch.int32, device=q.device).reshape(batch, -1)
+    elif cache.shape[2] != _MLA_PAGE:
+        raise Absent(f"its pages have {_MLA_PAGE} keys, not {cache.shape[2]}")
+    schedule, splits = get_mla_metadata(lengths, q.shape[1], 1)
+    values = arguments["v_cache"].shape[-1]
+    pages = cache.transpose(1, 2)
+    return tried(
+        lambda: flash_mla_with_kvcache(q[:, None], pages, table, lengths, values, schedule, splits)[0][:, 0], arguments
+    )
 
 
 def _flex(arguments: Arguments) -> Callable[[], Tensor]:

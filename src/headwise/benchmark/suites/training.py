@@ -17,6 +17,7 @@ from headwise.benchmark.requirements import Requirement
 from headwise.testing import Arguments, Maker, Outputs
 
 TORCH = "PyTorch"
+RMS_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,10 @@ def _pytorch(call: Callable[[Arguments], Tensor]) -> tuple[Contender, ...]:
     return (Contender(TORCH, lambda arguments: lambda: call(arguments)),)
 
 
-def rms_norm_case(rows: int, width: int, direction: Direction, setting: Setting = PLAIN) -> BenchCase:
+def rms_norm_case(
+    rows: int, width: int, direction: Direction, setting: Setting = PLAIN, *, peers: tuple[Contender, ...] = ()
+) -> BenchCase:
+    """peers: beside PyTorch, here and below."""
     differentiable = ("x", "weight")
     return BenchCase(
         name=f"rms_norm {rows} × {width}",
@@ -53,14 +57,16 @@ def rms_norm_case(rows: int, width: int, direction: Direction, setting: Setting 
         ours=lambda a: lambda: hw.rms_norm(**a),
         check=WholeCheck(oracle("rms_norm"), differentiable),
         differentiable=differentiable,
-        peers=_pytorch(lambda a: F.rms_norm(a["x"], (width,), a["weight"], 1e-6)),
+        peers=(*_pytorch(lambda a: F.rms_norm(a["x"], (width,), a["weight"], RMS_EPS)), *peers),
         flops=_per_element(rows * width, direction, forward=4, backward=9),
         bytes=setting.dtype.itemsize * _per_element(rows * width, direction, forward=2, backward=3),
         **setting.fields(),
     )
 
 
-def softmax_case(rows: int, width: int, direction: Direction, setting: Setting = PLAIN) -> BenchCase:
+def softmax_case(
+    rows: int, width: int, direction: Direction, setting: Setting = PLAIN, *, peers: tuple[Contender, ...] = ()
+) -> BenchCase:
     return BenchCase(
         name=f"softmax {rows} × {width}",
         direction=direction,
@@ -68,7 +74,7 @@ def softmax_case(rows: int, width: int, direction: Direction, setting: Setting =
         ours=lambda a: lambda: hw.softmax(**a),
         check=WholeCheck(oracle("softmax"), ("x",)),
         differentiable=("x",),
-        peers=_pytorch(lambda a: torch.softmax(a["x"], -1)),
+        peers=(*_pytorch(lambda a: torch.softmax(a["x"], -1)), *peers),
         flops=_per_element(rows * width, direction, forward=5, backward=4),
         bytes=setting.dtype.itemsize * _per_element(rows * width, direction, forward=2, backward=3),
         **setting.fields(),
@@ -116,7 +122,9 @@ def transpose_case(rows: int, width: int, setting: Setting = PLAIN) -> BenchCase
     )
 
 
-def cross_entropy_case(rows: int, vocabulary: int, setting: Setting = PLAIN, *, fused: bool = False) -> BenchCase:
+def cross_entropy_case(
+    rows: int, vocabulary: int, setting: Setting = PLAIN, *, fused: bool = False, peers: tuple[Contender, ...] = ()
+) -> BenchCase:
     """fused: ours computes loss and gradient in one pass; otherwise it goes through autograd."""
 
     def make(maker: Maker) -> Arguments:
@@ -135,7 +143,7 @@ def cross_entropy_case(rows: int, vocabulary: int, setting: Setting = PLAIN, *, 
         explicit=fused,
         check=CrossEntropyCheck(),
         differentiable=("logits",),
-        peers=_pytorch(lambda a: F.cross_entropy(a["logits"], a["targets"])),
+        peers=(*_pytorch(lambda a: F.cross_entropy(a["logits"], a["targets"])), *peers),
         flops=8.0 * rows * vocabulary,
         # One read of the logits and one write of their gradient.
         bytes=setting.dtype.itemsize * 2.0 * rows * vocabulary,

@@ -163,6 +163,7 @@ def training_step(name: str, shape: Shape, batch: int, length: int) -> BenchCase
     attention = shape.layers * shape.dim * batch * length * length * 2  # causal: half of 4
     liger = Contender(LIGER, partial(_trains_with_liger, shape), scope=_restored_names)
     return BenchCase(
+        deterministic=None,
         name=name,
         group="Transformers training step",
         direction="forward+backward",
@@ -205,6 +206,7 @@ def decoding(name: str, shape: Shape, batch: int, length: int) -> BenchCase:
     elements = sum(size[0] * size[1] for size in shapes.values() if len(size) == 2)
     cached = 2 * shape.layers * batch * length * shape.dim * shape.key_heads // shape.heads
     return BenchCase(
+        deterministic=None,
         name=name,
         group="Transformers generation",
         direction="forward",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.benchmark.case import BenchCase, BenchSuite, Contender, Direction
+from headwise.benchmark.case import BenchCase, BenchSuite, Contender, Direction, our_yardstick
 from headwise.benchmark.correctness import WholeCheck, first_output, oracle
 from headwise.benchmark.requirements import AtLeast, FlopRate, Requirement, SameRate, TimeLimit, Within
 from headwise.benchmark.suites import dropout, linear_loss, pointwise, training, webgpu_device, webgpu_features
@@ -159,7 +159,7 @@ def _backward(shrink: int) -> list[BenchCase]:
     for dtype, (length, dim), pattern in product((F32, BF16), SHAPES, PATTERNS):
         size = length // shrink
         flops = attention_flops(HEADS * PATTERNS[pattern].pairs(size, size), dim, "forward")
-        yardstick = Contender(FORWARD, forward, yardstick=True, flops=flops, explicit=True)
+        yardstick = our_yardstick(FORWARD, forward, flops=flops, explicit=True)
         group = f"attention backward {short(dtype)}"
         required = (SameRate(0.5, FORWARD),)
         built.append(_attention(group, size, dim, pattern, dtype, (yardstick,), required, "backward"))
@@ -183,7 +183,7 @@ def copy_yardstick(bytes_moved: float) -> Contender:
 
         return run
 
-    return Contender(COPY, prepare, yardstick=True, explicit=True)
+    return our_yardstick(COPY, prepare, explicit=True)
 
 
 def _beside_a_copy(case: BenchCase, share: float) -> BenchCase:
@@ -281,7 +281,7 @@ def _host() -> list[BenchCase]:
         timed="host",
         differentiable=("x", "weight"),
     )
-    yardstick = Contender(FORWARD, recorded, yardstick=True, explicit=True)
+    yardstick = our_yardstick(FORWARD, recorded, explicit=True)
     backward = replace(forward, direction="backward", peers=(yardstick,), requirements=(Within(1.3, FORWARD),))
     return [forward, backward]
 

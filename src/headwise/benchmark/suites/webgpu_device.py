@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.benchmark.case import BenchCase, Contender
+from headwise.benchmark.case import BenchCase, our_yardstick
 from headwise.benchmark.correctness import WholeCheck, with_leaves
 from headwise.benchmark.requirements import FlopRate, TimeLimit, Within
 from headwise.benchmark.suites import models
@@ -85,7 +85,7 @@ def _products(shrink: int) -> list[BenchCase]:
             BenchCase(
                 name=f"{layout}, {n} cubed", group=f"matmul {short(dtype)}", direction="forward", make=make, ours=ours,
                 check=WholeCheck(_product_check, ("a", "b")), flops=2.0 * n**3, requirements=(required,), dtype=dtype,
-                peers=() if layout == NN else (Contender(NN, plain, yardstick=True, explicit=True),),
+                peers=() if layout == NN else (our_yardstick(NN, plain, explicit=True),),
             )
         )  # fmt: skip
     return built
@@ -196,7 +196,7 @@ def _training(name: str, config: TransformerConfig, batch: int, length: int) -> 
         ),
         replace(
             shared, name=f"{name}, eager", ours=eager, requirements=(Within(1.4, CAPTURED),),
-            peers=(Contender(CAPTURED, captured, yardstick=True, explicit=True),),
+            peers=(our_yardstick(CAPTURED, captured, explicit=True),),
         ),
     ]  # fmt: skip
 

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import torch
 
-from headwise.benchmark.case import BenchCase, Contender
+from headwise.benchmark.case import BenchCase, our_yardstick
 from headwise.benchmark.requirements import Requirement, Within
 from headwise.benchmark.suites.attention import BOTH, PATTERNS, PLAIN, Shape, attention_case, plain
 from headwise.benchmark.suites.hopper_features import MASKS, LastHead
 from headwise.testing import Arguments, Maker
 
-F32, F16 = torch.float32, torch.float16
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 MASK, BIAS = Within(1.5, PLAIN), Within(1.7, PLAIN)
 # Of H 16, S 2048: head dim, dtype, kind. Every kind in both directions.
 CALLS = [
-    *[(dim, dtype, kind) for dim in (64, 128) for dtype in (F32, F16) for kind in ("dense mask", "bias")],
+    *[(dim, dtype, kind) for dim in (64, 128) for dtype in (F32, F16, BF16) for kind in ("dense mask", "bias")],
     (128, F32, "8 documents as a mask"),
 ]
 
@@ -31,7 +31,7 @@ def cases(shrink: int) -> list[BenchCase]:
             case = attention_case(
                 f"{kind} S {shape.length} D {dim} {str(dtype).removeprefix('torch.')}", "features", shape, direction,
                 PATTERNS["full"], features=_features(kind, shape), dtype=dtype, requirements=needed,
-                peers=(Contender(PLAIN, plain, yardstick=True),),
+                peers=(our_yardstick(PLAIN, plain),),
             )  # fmt: skip
             built.append(replace(case, check=LastHead()))
     return built
