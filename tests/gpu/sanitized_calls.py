@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import hopper_calls
 import hostile_calls
 import torch
 
@@ -32,6 +33,8 @@ def calls(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
             for dtype in (DTYPE, OTHER_DTYPE) if i == 0 else (DTYPE,):
                 name = f"{suite.op}, {case.name}, {str(dtype).removeprefix('torch.')}"
                 yield name, partial(run_case, suite, case, dtype, device)
+    for name, call in hopper_calls.calls(device):
+        yield f"Hopper: {name}", call
     for name, call in hostile_calls.calls(device):
         yield f"hostile: {name}", call
 
