@@ -52,6 +52,27 @@ def test_the_hopper_kernels_take_it(name):
     assert note == "forward: the Hopper kernel; backward: the Hopper kernel"
 
 
+def test_every_kernel_is_repeated():
+    """Ten thousand times each: all but those that `test_hopper` and `test_hopper_backward` repeat."""
+    repeated = ast.parse((Path(hopper_calls.__file__).parent / "test_hopper_repeats.py").read_text())
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in repeated.body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "CALLS"
+    )
+    found = {(kernel, tail[-1]) for name in names for kernel, tail in launches(name) if kernel.endswith("ward_kernel")}
+    masked = {(kernel, v.dim) for kernel, v in found if kernel != "forward_kernel" and v.masked}
+    assert masked == {
+        ("backward_kernel", 64), ("backward_kernel", 128), ("wide_backward_kernel", 192), ("wide_backward_kernel", 256),
+    }  # fmt: skip
+    forward = [v for kernel, v in found if kernel == "forward_kernel"]
+    assert {v.tile for v in forward} >= {coverage.FORWARD_UNEQUAL, coverage._80, coverage._96, coverage._160}
+    assert any(v.bias_rows > 1 for v in forward)
+    assert any(v.bias_rows == 1 for v in forward)
+    assert any(v.has_cap for v in forward)
+    assert {kernel for name in names for kernel, _ in launches(name)} >= {"_dense_bias_gradient", "_write_offsets"}
+
+
 def launched_kernels():
     """The names of all kernels that the launchers of the Hopper folder launch."""
     found = set()
