@@ -24,7 +24,7 @@ class Mask(NamedTuple):
     lists_batch: Any
     lists_head: Any
     lists_tile: Any
-    seen_at: Any  # where the bits of keys that somebody sees begin, behind the lists of a head
+    seen_at: Any  # where the bits of keys visible to any query begin, behind the lists of a head
 
 
 @gluon.jit
