@@ -33,6 +33,13 @@ from headwise.backends.triton.hopper.sequence_rows import load_rows
 from headwise.backends.triton.hopper.variants import Constants
 
 FIELDS = gl.constexpr(14)  # of a `WorkItem`
+# Parameters of both kernels of which no value is compiled for, and pointers that may lie anywhere.
+NO_CONSTANTS = [
+    "tiles", "batch_heads", "heads_together", "rows", "keys", "row_blocks", "all_blocks", "left", "right", "key_heads",
+    "group", "bits_batch", "bits_head", "bits_block", "bits_row", "lists_batch", "lists_head", "lists_tile", "seen_at",
+    "bias_batch", "bias_head", "bias_row", "bias_key",
+]  # fmt: skip
+ANY_ALIGNMENT = ["ticket", "bits", "lists", "blind", "stats"]
 
 
 class Variant(NamedTuple):

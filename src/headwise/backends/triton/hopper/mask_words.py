@@ -28,6 +28,15 @@ class Mask(NamedTuple):
 
 
 @gluon.jit
+def mask_of(bits, lists, steps, X: gl.constexpr):
+    """The `Mask` of a launch, or None; ``steps``: its other members."""
+    mask = None
+    if X.masked:
+        mask = Mask(bits, lists, *steps)
+    return mask
+
+
+@gluon.jit
 def bits_of(mask, batch, head):
     """Where the bits of a head begin."""
     return mask.bits + (batch.to(gl.int64) * mask.bits_batch + head.to(gl.int64) * mask.bits_head)
