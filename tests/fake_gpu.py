@@ -76,11 +76,11 @@ class Kernel:
     def __init__(self, function: Callable[..., None]) -> None:
         self.function, self.__name__ = function, function.__name__
         self.compiled_for: list[tuple[Any, list[Any], dict[str, Any]]] = []
-        self.long_way: list[tuple[Any, ...]] = []  # launches through Triton's own Python
+        self.through_triton: list[tuple[Any, ...]] = []  # launches through Triton's own Python
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def run(*given: Any, **options: Any) -> None:
-            self.long_way.append((grid, given, options))
+            self.through_triton.append((grid, given, options))
             self.function(*[x.data_ptr() if isinstance(x, private.Pointer) else x for x in given])
 
         return run

@@ -396,6 +396,11 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
+def _log2(x: Any) -> Any:
+    """As `gluon_names.log2`, which takes what is less than a normal number for zero."""
+    return torch.log2(torch.where(x.abs() < 2.0**-126, 0.0, x))
+
+
 _GL = {
     "constexpr": lambda x: x, "float32": torch.float32, "int32": torch.int32, "int64": torch.int64,
     "static_assert": _nothing, "static_range": range, "warp_specialize": _specialize,
@@ -426,7 +431,7 @@ _NAMES = {
         init=_init, expect=_expect, arrive=_arrive, wait=_wait, MBarrierLayout=lambda: "barriers"
     ),
     "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait, "load_tile": _load_tile, "store_tile": _store_tile,
-    "reciprocal": lambda x: Value(1.0 / x.x), "log2": lambda x: Value(torch.log2(x.x)),
+    "reciprocal": lambda x: Value(1.0 / x.x), "log2": lambda x: Value(_log2(x.x)),
     "wait_for_stores": _wait_for_stores, "fence_async_shared": _nothing, "thread_barrier": _nothing,
 }  # fmt: skip
 
@@ -439,7 +444,7 @@ def _constants(variant: Any) -> Any:
 
 
 @contextmanager
-def _as_python() -> Iterator[None]:
+def as_python() -> Iterator[None]:
     """The kernels' modules see the stand-ins, and their functions can be called."""
     changed: list[tuple[dict[str, Any], str, Any]] = []
     for name, module in list(sys.modules.items()):
@@ -465,7 +470,7 @@ def _as_python() -> Iterator[None]:
 
 
 def run(kernel: Any, programs: int, arguments: list[Any], seed: int) -> None:
-    with _as_python():
+    with as_python():
         machine = Machine(seed, programs)
         for number in range(programs):
             program = SimpleNamespace(number=number, named={})

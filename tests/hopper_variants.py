@@ -160,39 +160,61 @@ def _variants() -> dict[str, tuple[Any, Any]]:
         name = f"backward {of.d0 + of.d1} {'packed' if packed else 'dense'} {band}"
         name += " grouped" * grouped + " any order" * (not ordered) + " cap" * cap
         made[name] = backward, gradients_of(args)
-    made |= _unequal()
+    return made | _masked_and_biased() | _unequal()
+
+
+def _masked_and_biased() -> dict[str, tuple[Any, Any]]:
+    """Masks, and biases beside none and beside a mask, each in every tile that takes it."""
+    made: dict[str, tuple[Any, Any]] = {}
     seen, float32 = meta(4096, 4096, dtype=torch.bool), torch.float32
-    scores: dict[str, dict[str, Tensor]] = {
-        "mask": {"mask": seen},
-        "mask of queries": {"mask": seen[:, :1]},
-        "bias": {"bias": meta(16, 4096, 4096)},
-        "float32 bias": {"bias": meta(16, 4096, 4096, dtype=float32)},
-        "bias of keys and mask": {"bias": meta(2, 1, 1, 4096), "mask": seen},
+    masks = {"mask": seen, "mask of queries": seen[:, :1]}
+    biases = {
+        "bias": meta(16, 4096, 4096),
+        "float32 bias": meta(16, 4096, 4096, dtype=float32),
+        "bias of keys": meta(2, 1, 1, 4096),
+        "float32 bias of keys": meta(2, 1, 1, 4096, dtype=float32),
     }
-    for dim, kind, band in (
-        (64, "mask", "full"), (64, "mask", "causal"), (128, "mask", "full"), (128, "mask of queries", "window"),
-        (256, "mask", "full"), (256, "mask", "causal"), (64, "bias", "full"), (64, "float32 bias", "full"),
-        (128, "bias", "full"), (128, "float32 bias", "full"), (128, "bias of keys and mask", "window"),
-    ):  # fmt: skip
-        args = attention(dim, BANDS[band])._replace(**scores[kind])
-        tile = masked_tile(dim) if args.bias is None else biased_tile(dim, args.bias.element_size())
-        made[f"forward {dim} {kind} {band}"] = functools.partial(forward, tile=tile), args
-        made[f"backward {dim} {kind} {band}"] = backward, gradients_of(args)
-        capped = args._replace(flags=args.flags._replace(softcap=30.0))
-        made[f"forward {dim} {kind} {band} cap"] = functools.partial(forward, tile=tile), capped
-        if args.bias is None:
-            made[f"backward {dim} {kind} {band} cap"] = backward, gradients_of(capped)
+    scores: dict[str, dict[str, Tensor]] = {name: {"mask": mask} for name, mask in masks.items()}
+    for name, bias in biases.items():
+        scores[name] = {"bias": bias}
+        scores |= {f"{name} and {other}": {"bias": bias, "mask": mask} for other, mask in masks.items()}
+    for (kind, given), (band, flags), cap in itertools.product(scores.items(), BANDS.items(), (False, True)):
+        bias = given.get("bias")
+        of_call = flags._replace(softcap=30.0 if cap else 0.0)
+        for dim in (64, 96, 128) if bias is not None else (64, 96, 128, 192, 256):
+            tile = masked_tile(dim) if bias is None else biased_tile(dim, bias.element_size())
+            args = attention(dim, of_call)._replace(**given)
+            made[f"forward {dim} {kind} {band}{' cap' * cap}"] = functools.partial(forward, tile=tile), args
+        # The backward does not tell one kind of mask from another, takes 96 in the tile of 128, and no bias beside a cap.
+        if kind.endswith("and mask of queries") or (bias is not None and cap):
+            continue
+        for dim, grouped, ordered in itertools.product(
+            (64, 128) if bias is not None else (64, 128, 192, 256), (False, True), (True, False)
+        ):
+            args = attention(dim, of_call._replace(deterministic=ordered), group=4 if grouped else 1)._replace(**given)
+            name = f"backward {dim} {kind} {band}" + " grouped" * grouped + " any order" * (not ordered) + " cap" * cap
+            made[name] = backward, gradients_of(args)
     return made
 
 
 def _unequal() -> dict[str, tuple[Any, Any]]:
     """Values narrower than keys."""
     made: dict[str, tuple[Any, Any]] = {}
-    for (band, flags), packed in itertools.product(BANDS.items(), (False, True)):
-        args = attention(192, flags, batch=1, packed=2 if packed else None, value_dim=128)
-        name = f"192/128 {'packed' if packed else 'dense'} {band}"
-        made[f"forward {name}"] = functools.partial(forward, tile=FORWARD_UNEQUAL), args
-        made[f"backward {name}"] = backward, gradients_of(args)
+    kinds: dict[str, dict[str, Any]] = {"dense": {}, "lengths": {"lengths": True}, "packed": {"packed": 2}}
+    for (kind, given), (band, flags), cap in itertools.product(kinds.items(), BANDS.items(), (False, True)):
+        of_call = flags._replace(softcap=30.0 if cap else 0.0)
+        args = attention(192, of_call, batch=1, value_dim=128, sink=cap, **given)
+        name = f"forward 192/128 {kind} {band}{' cap sink' * cap}"
+        made[name] = functools.partial(forward, tile=FORWARD_UNEQUAL), args
+        if kind == "lengths":
+            continue
+        for grouped, ordered in itertools.product((False, True), (True, False)):
+            in_order = of_call._replace(deterministic=ordered)
+            args = attention(192, in_order, batch=1, value_dim=128, group=4 if grouped else 1, **given)
+            name = (
+                f"backward 192/128 {kind} {band}" + " grouped" * grouped + " any order" * (not ordered) + " cap" * cap
+            )
+            made[name] = backward, gradients_of(args)
     return made
 
 

@@ -45,6 +45,13 @@ def test_backward_compiles_for_float16(tmp_path):
         hopper_variants.assert_sound(kernel, noted()["backward 64 dense window"], tmp_path)
 
 
+@pytest.mark.parametrize("name", ["256 dense window cap", "128 dense causal cap"])
+def test_weights_are_zero_where_they_are_less_than_a_normal_number(name):
+    """The slope of a cap is made from the logarithm of P, of which the GPU knows none for such numbers."""
+    ptx = hopper_variants.compiled(f"backward {name}").asm["ptx"]
+    assert set(re.findall(r"\b(?:ex2|lg2)[.\w]*", ptx)) == {"ex2.approx.ftz.f32", "lg2.approx.ftz.f32"}
+
+
 @pytest.mark.parametrize("packed", [None, 5], ids=["dense", "packed"])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_kernels_around_it_compile(packed, deterministic):

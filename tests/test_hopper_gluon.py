@@ -1,6 +1,6 @@
 """The Hopper kernels themselves, their Gluon source run by `gluon_on_cpu`: right in every order of things that is tried.
 
-Few programs work on many tiles, so that rings, letters and turns come round. What nobody sees is NaN.
+Few programs work on many tiles, so that rings, messages and turns come round. What nobody sees is NaN.
 """
 
 from __future__ import annotations

@@ -6,14 +6,17 @@ What nobody sees is NaN, and so are queries that see nothing.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import direct_attention as direct
 import pytest
 import torch
+from gluon_on_cpu import as_python
+from gluon_values import Value
 from test_hopper_gluon import Shape, check_backward, check_forward, dense, gradients, packed
 from test_hopper_interpreted import MASKS, normal
 
-from headwise.backends.triton.hopper import coverage
+from headwise.backends.triton.hopper import backward_math, coverage
 
 BATCH, HEADS, KEY_HEADS, ROWS, KEYS = 2, 4, 2, 200, 232
 WINDOWS = {"full": (None, None), "causal": (None, 0), "window": (60, 20)}
@@ -145,3 +148,13 @@ def test_the_same_bits_in_every_order_with_a_mask(dim):
     tile = coverage.backward_tile(dim, True, masked=True)
     first, again = (gradients(given, tile, seed) for seed in (1, 2))
     assert all(torch.equal(again[n], first[n]) for n in first)
+
+
+def test_the_slope_of_a_cap_is_finite_where_a_weight_is_less_than_a_normal_number():
+    """`exp2` gives zero there; whatever makes P, its logarithm must not be that of zero."""
+    weights = Value(torch.tensor([0.0, 2.0**-140, 2.0**-127, 2.0**-126, 0.5, 1.0]))
+    cap = 100 * math.log2(math.e)
+    with as_python():
+        slope = backward_math.slope_of(weights, Value(0.0), SimpleNamespace(softcap=cap), SimpleNamespace(has_cap=True))
+    expected = 1 - (torch.tensor([-126.0, -1.0, 0.0]) / cap) ** 2
+    assert torch.allclose(slope.x, torch.cat([torch.zeros(3), expected]), atol=1e-6)

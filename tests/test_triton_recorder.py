@@ -216,7 +216,7 @@ def count(counters, y, n):
 def fresh_kernels():
     for kernel in (add, multiply, count):
         kernel.compiled_for.clear()
-        kernel.long_way.clear()
+        kernel.through_triton.clear()
 
 
 def add_one(gpu, args):
@@ -237,7 +237,7 @@ def test_a_record_runs_on_the_tensors_of_its_call(gpu):
     assert len(gpu.launches) == 3
     assert gpu.launches[-1] == ("add", (1, 1, 1), (x.data_ptr(), results[-1].data_ptr(), N, 1.0))
     assert len(add.compiled_for) == 1
-    assert not add.long_way
+    assert not add.through_triton
 
 
 @Kernel
@@ -470,14 +470,14 @@ def test_profilers_hear_of_every_launch(gpu, monkeypatch, hook, in_a_chain):
             patch.setattr(private.HOOKS, hook, print)
         assert private.hooked()
         assert torch.equal(run(x, None), x + 1)
-    assert len(add.long_way) == 1
-    grid, (given, y, *numbers), options = add.long_way[0]
+    assert len(add.through_triton) == 1
+    grid, (given, y, *numbers), options = add.through_triton[0]
     assert (grid, numbers, options) == ((1, 1, 1), [N, 1.0], private.options(4, 3, 0))
     assert (given.data_ptr(), given.dtype) == (x.data_ptr(), F32)
     assert y.dtype == F32
     assert not private.hooked()
     assert torch.equal(run(x, None), x + 1)
-    assert len(add.long_way) == 1
+    assert len(add.through_triton) == 1
 
 
 def test_profilers_hear_of_descriptors_and_of_launches_between_calls(gpu, monkeypatch):
@@ -490,10 +490,10 @@ def test_profilers_hear_of_descriptors_and_of_launches_between_calls(gpu, monkey
     run = gpu.record(launcher, Two(torch.randn(N), None))
     monkeypatch.setattr(private.HOOKS, "launch_enter_hook", print)
     x = torch.randn(N)
-    described.long_way.clear()
+    described.through_triton.clear()
     y = run(x, None)
     assert torch.equal(y, 1 - x)
-    ((_, (box, nothing, pointer), _),) = described.long_way
+    ((_, (box, nothing, pointer), _),) = described.through_triton
     assert (box.box, box.base.data_ptr(), nothing) == ("y", y.data_ptr(), None)
     assert pointer.data_ptr() == y.data_ptr()
     assert not gpu.launches
@@ -505,7 +505,7 @@ def test_a_release_that_is_not_known_launches_in_its_own_way(gpu, monkeypatch):
     run = gpu.record(add_one, Two(x, None))
     for _ in range(2):
         assert torch.equal(run(x, None), x + 1)
-    assert len(add.long_way) == 2
+    assert len(add.through_triton) == 2
     assert not gpu.launches
 
 

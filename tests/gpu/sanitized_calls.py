@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import hopper_calls
 import hostile_calls
 import torch
 
@@ -32,6 +33,8 @@ def calls(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
             for dtype in (DTYPE, OTHER_DTYPE) if i == 0 else (DTYPE,):
                 name = f"{suite.op}, {case.name}, {str(dtype).removeprefix('torch.')}"
                 yield name, partial(run_case, suite, case, dtype, device)
+    for name, call in hopper_calls.calls(device):
+        yield f"Hopper: {name}", call
     for name, call in hostile_calls.calls(device):
         yield f"hostile: {name}", call
 
@@ -62,6 +65,7 @@ def run_case(suite: Suite, case: Case, dtype: torch.dtype, device: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--filter", default="", help="only calls whose name has every word of this")
+    parser.add_argument("--without", default="", help="no calls whose name has this")
     parser.add_argument("--verbose", action="store_true", help="name every call before it runs")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -69,6 +73,8 @@ def main() -> int:
         return 2
     failed, started = [], time.perf_counter()
     chosen = [(n, c) for n, c in calls("cuda") if all(word in n for word in args.filter.split())]
+    if args.without:
+        chosen = [(n, c) for n, c in chosen if args.without not in n]
     for name, call in chosen:
         if args.verbose:
             print(name, flush=True)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_machine import differing, gpu, normal  # noqa: F401  # gpu is a fixture
+from hopper_sweep import hide_with_nan
 from torch import Tensor
 
 import headwise as hw
@@ -78,16 +79,8 @@ def make(maker: Maker, *, kind: str = "", bias_dtype: torch.dtype | None = None,
         arguments["bias"] = arguments["bias"].to(bias_dtype)
     if not kind:
         return arguments
-    q, k = arguments["q"], arguments["k"]
-    mask = arguments["mask"] = mask_of(kind, maker, *q.shape[:3], k.shape[2])
-    position = torch.arange(q.shape[2], device=maker.device)[:, None] + k.shape[2] - q.shape[2]
-    distance = torch.arange(k.shape[2], device=maker.device) - position
-    left, right = params.get("window", (None, 0 if params.get("causal") else None))
-    band = (distance >= (-math.inf if left is None else -left)) & (distance <= (math.inf if right is None else right))
-    group = q.shape[1] // k.shape[1]
-    seen = (mask & band).expand(*q.shape[:3], k.shape[2]).any(2).unflatten(1, (-1, group)).any(2)
-    for x in (k, arguments["v"]):
-        x.masked_fill_(~seen[..., None], math.nan)
+    arguments["mask"] = mask_of(kind, maker, *arguments["q"].shape[:3], arguments["k"].shape[2])
+    hide_with_nan(arguments, maker.device)
     return arguments
 
 

@@ -62,7 +62,7 @@ def note(call: Call, args: Any) -> str | None:
     if call.device != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     tensors, names, _ = arguments.split(args)
-    unaligned = [name for name, x in zip(names, tensors, strict=True) if x is not None and _begins_between(x)]
+    unaligned = [name for name, x in zip(names, tensors, strict=True) if x is not None and _is_unaligned(x)]
     missing, said = hopper.missing(_gpu(call)), []
     for launcher, covers in _HOPPER.items():
         if launcher in call.launchers:
@@ -82,5 +82,5 @@ def _gpu(call: Call) -> Gpu:
     return Gpu(known, tf32=False)
 
 
-def _begins_between(x: Tensor) -> bool:
+def _is_unaligned(x: Tensor) -> bool:
     return x.device.type != "meta" and x.data_ptr() % ALIGNMENT != 0

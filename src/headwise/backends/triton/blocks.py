@@ -68,7 +68,7 @@ def common_alignment(element: int, *strides: Strides) -> int:
 
 
 def check_row_strides(tile: int, *tensors: Tensor) -> None:
-    """Inside a tile rows are found with 32-bit offsets, which is enough for any layout but the strangest."""
+    """Inside a tile rows are found with 32-bit offsets: 2³¹ elements over the tile are the longest step between tokens."""
     longest = max(x.stride(2) for x in tensors)
     if longest * tile >= 2**31:
         raise ValueError(

@@ -103,7 +103,7 @@ def decode_kernel(
     left, right, batch_strides, head_strides, row_strides, scale, softcap, V: tl.constexpr,
 ):  # fmt: skip
     """The keys of a sequence are cut into ``splits``, which are added up to bundles, and those to the whole, always in
-    order, whoever does it. A program has one of the splits, a bundle, or all (WHOLE). Unless it has all, its partial goes to
+    the same order. A program has one of the splits, a bundle, or all (WHOLE). Unless it has all, its partial goes to
     ``partials``: float32 ``[row, partial, Dv]``, then highest logit and total ``[row, partial, 2]``.
 
     ``arrived``, if it is there, counts the programs of these rows that are done, and is zero again after: the last one

@@ -136,7 +136,7 @@ class _Writer:
         boxes = _tuple([_address(None if d is None else d[0]) for d in step.described])
         tensors = [_address(p) for p in step.tensors]
         if not direct or launcher.direct is None:
-            return [f"{self._name('launch', launcher.long_way)}({boxes}, {_tuple(tensors)})"]
+            return [f"{self._name('launch', launcher.launch_through_triton)}({boxes}, {_tuple(tensors)})"]
         call, before, one_tuple, _ = launcher.direct
         lines, values = [], [*tensors, *map(self._constant, step.tail)]
         if step.described:
@@ -209,7 +209,7 @@ class _Launcher:
             made.append(descriptor)
         return made
 
-    def long_way(self, described_at: tuple[int | None, ...], tensors_at: tuple[int | None, ...]) -> None:
+    def launch_through_triton(self, described_at: tuple[int | None, ...], tensors_at: tuple[int | None, ...]) -> None:
         """Triton's own launch, which tells those who listen."""
         step = self._step
         pointers = [

@@ -47,7 +47,9 @@ from headwise.backends.triton.hopper.backward_math import (
     weights_of,
 )
 from headwise.backends.triton.hopper.backward_schedule import (
+    ANY_ALIGNMENT,
     FIELDS,
+    NO_CONSTANTS,
     BiasPlace,
     Buffers,
     Call,
@@ -76,7 +78,7 @@ from headwise.backends.triton.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from headwise.backends.triton.hopper.mailbox import new_barriers, new_mailbox, wait_full
-from headwise.backends.triton.hopper.mask_words import LIST_HEADER, Mask, bits_of, load_words, only_visible
+from headwise.backends.triton.hopper.mask_words import LIST_HEADER, bits_of, load_words, mask_of, only_visible
 from headwise.backends.triton.hopper.sequence_rows import store_rows
 
 
@@ -402,14 +404,7 @@ def _consume(HALF: gl.constexpr, outputs, buffers, ds_s, mailbox, turns, call, X
     wait_for_stores(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "tiles", "batch_heads", "heads_together", "rows", "keys", "row_blocks", "all_blocks", "left", "right", "key_heads",
-        "group", "bits_batch", "bits_head", "bits_block", "bits_row", "lists_batch", "lists_head", "lists_tile", "seen_at",
-        "bias_batch", "bias_head", "bias_row", "bias_key",
-    ],
-    do_not_specialize_on_alignment=["ticket", "bits", "lists", "blind", "stats"],
-)  # fmt: skip
+@gluon.jit(do_not_specialize=NO_CONSTANTS, do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, q1_desc, k1_desc, v1_desc, do1_desc, dk1_desc,
     dv1_desc, sums, turns, ticket, records, bits, lists, blind, stats, tiles, batch_heads, heads_together, rows, keys,
@@ -428,11 +423,9 @@ def backward_kernel(
     if X.bias_rows > 0:
         bias_place = BiasPlace(bias_batch, bias_head, bias_row, bias_key)
         bias_s = gl.allocate_shared_memory(bias_desc.dtype, [X.stages] + bias_desc.block_shape, bias_desc.layout)
-    mask = None
-    if X.masked:
-        mask = Mask(
-            bits, lists, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at
-        )
+    mask = mask_of(
+        bits, lists, (bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at), X
+    )
     call = Call(
         sums, turns, ticket, records, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right,
         key_heads, group, scale, score_scale, softcap, mask, bias_place, blind, stats,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from headwise.backends.triton.hopper.gluon_names import gl, gluon, log2, reciprocal
 
 LOG2E = gl.constexpr(1.4426950408889634)
+LEAST_NORMAL = gl.constexpr(2.0**-126)  # of float32: `log2` takes anything below for zero
 
 
 @gluon.jit
@@ -23,7 +24,7 @@ def slope_of(p, lse, call, X: gl.constexpr):
     """The slope of the cap from the logit that gave P, or 1."""
     if X.has_cap:
         t = (log2(p) + lse) * (1.0 / call.softcap)
-        return gl.where(p > 0.0, 1.0 - t * t, 0.0)
+        return gl.where(p >= LEAST_NORMAL, 1.0 - t * t, 0.0)
     else:
         return 1.0
 

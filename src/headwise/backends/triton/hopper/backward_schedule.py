@@ -32,7 +32,14 @@ from headwise.backends.triton.hopper.mask_words import (
 from headwise.backends.triton.hopper.sequence_rows import load_rows
 from headwise.backends.triton.hopper.variants import Constants
 
-FIELDS = gl.constexpr(14)  # of a `Tile`
+FIELDS = gl.constexpr(14)  # of a `WorkItem`
+# Parameters of both kernels of which no value is compiled for, and pointers that may lie anywhere.
+NO_CONSTANTS = [
+    "tiles", "batch_heads", "heads_together", "rows", "keys", "row_blocks", "all_blocks", "left", "right", "key_heads",
+    "group", "bits_batch", "bits_head", "bits_block", "bits_row", "lists_batch", "lists_head", "lists_tile", "seen_at",
+    "bias_batch", "bias_head", "bias_row", "bias_key",
+]  # fmt: skip
+ANY_ALIGNMENT = ["ticket", "bits", "lists", "blind", "stats"]
 
 
 class Variant(NamedTuple):
@@ -103,8 +110,8 @@ class BiasPlace(NamedTuple):
     key: Any
 
 
-class Tile(NamedTuple):
-    """Where a tile of keys lies and what it sees."""
+class WorkItem(NamedTuple):
+    """The unit of work that a ticket stands for: where a tile of keys lies and what it sees."""
 
     batch: Any
     head: Any  # of keys
@@ -231,7 +238,7 @@ def is_first_at(block, tile, X: gl.constexpr):
 
 @gluon.jit
 def next_tile(mailbox, count):
-    return Tile(*read(mailbox, count, FIELDS))
+    return WorkItem(*read(mailbox, count, FIELDS))
 
 
 @gluon.jit
@@ -325,7 +332,7 @@ def produce(inputs, buffers, mailbox, call, X: gl.constexpr):
         ticket = gl.atomic_add(call.ticket, 1, sem="relaxed")
     if ticket == works + gl.num_programs(0) - 1:  # nobody draws after this one: the next launch finds a zero
         gl.store(call.ticket, 0)
-    post(mailbox, count, Tile(0, 0, 0, 0, 0, 0, -1, 0, 0, 0, 0, 0, 0, 0))
+    post(mailbox, count, WorkItem(0, 0, 0, 0, 0, 0, -1, 0, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit
@@ -390,7 +397,7 @@ def _copy_keys(inputs, buffers, at, tile, arrived, X: gl.constexpr):
 
 @gluon.jit
 def _tile_of(ticket, call, X: gl.constexpr):
-    """The `Tile` of a ticket."""
+    """The `WorkItem` of a ticket."""
     BM: gl.constexpr = X.rows
     BN: gl.constexpr = X.keys
     rows, keys = call.rows, call.keys
@@ -454,11 +461,11 @@ def _tile_of(ticket, call, X: gl.constexpr):
             edge = 0
     if X.masked:
         begin, end = ticket * 0, ticket * 0
-        place = Tile(batch, head, 0, 0, 0, 0, number, 0, 0, 0, 0, 0, 0, 0)
+        place = WorkItem(batch, head, 0, 0, 0, 0, number, 0, 0, 0, 0, 0, 0, 0)
         for member in range(0, call.group):
             _, blocks = list_of(place, member, call)
             end += blocks
-    return Tile(
+    return WorkItem(
         batch, head, first_key, first_row, rows, keys, number, first_block, begin, end, whole_begin, whole_end, edge, poison
     )  # fmt: skip
 

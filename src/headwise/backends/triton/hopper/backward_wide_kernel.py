@@ -34,7 +34,9 @@ from headwise.backends.triton.hopper.backward_math import (
     weights_of,
 )
 from headwise.backends.triton.hopper.backward_schedule import (
+    ANY_ALIGNMENT,
     FIELDS,
+    NO_CONSTANTS,
     Buffers,
     Call,
     Inputs,
@@ -63,7 +65,7 @@ from headwise.backends.triton.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from headwise.backends.triton.hopper.mailbox import new_barriers, new_mailbox, wait_empty, wait_full
-from headwise.backends.triton.hopper.mask_words import LIST_HEADER, Mask, bits_of, entry_at, load_words, only_visible
+from headwise.backends.triton.hopper.mask_words import LIST_HEADER, bits_of, entry_at, load_words, mask_of, only_visible
 from headwise.backends.triton.hopper.sequence_rows import store_rows
 
 _D0 = gl.constexpr(128)  # the first piece of a head dim
@@ -319,14 +321,7 @@ def _spread(buffers, handoff, mailbox, may_add, call, X: gl.constexpr):
         tile = next_tile(mailbox, count)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "tiles", "batch_heads", "heads_together", "rows", "keys", "row_blocks", "all_blocks", "left", "right", "key_heads",
-        "group", "bits_batch", "bits_head", "bits_block", "bits_row", "lists_batch", "lists_head", "lists_tile", "seen_at",
-        "bias_batch", "bias_head", "bias_row", "bias_key",
-    ],
-    do_not_specialize_on_alignment=["ticket", "bits", "lists", "blind", "stats"],
-)  # fmt: skip
+@gluon.jit(do_not_specialize=NO_CONSTANTS, do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def wide_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, bias_desc, sums, turns, ticket, records, bits, lists,
     blind, stats, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right, key_heads, group,
@@ -339,11 +334,9 @@ def wide_backward_kernel(
     gl.static_assert(X.bias_rows == 0)  # there is no room for a bias
     gl.static_assert(X.d0 == 128 and X.d1 > 0 and X.e0 == 128)
     inputs = Inputs(q_desc, k_desc, v_desc, do_desc, stats_desc, None)
-    mask = None
-    if X.masked:
-        mask = Mask(
-            bits, lists, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at
-        )
+    mask = mask_of(
+        bits, lists, (bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at), X
+    )
     call = Call(
         sums, turns, ticket, records, tiles, batch_heads, heads_together, rows, keys, row_blocks, all_blocks, left, right,
         key_heads, group, scale, score_scale, softcap, mask, None, blind, stats,

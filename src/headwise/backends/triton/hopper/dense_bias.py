@@ -25,7 +25,7 @@ _QUERIES, _KEYS, _WARPS, _STAGES = 128, 64, 8, 2
 
 
 def covers(args: Attention) -> bool:
-    """Is the gradient of its bias made here? Others are made by the kernel that knows everything."""
+    """Is the gradient of its bias made here? Others are made by the general bias-gradient kernel."""
     bias = layout.four_dims(args.bias)
     return args.mask is None and bias.shape[2] > 1 and bias.shape[3] > 1
 

@@ -50,7 +50,7 @@ from headwise.backends.triton.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from headwise.backends.triton.hopper.mailbox import new_barriers, new_mailbox, wait_full
-from headwise.backends.triton.hopper.mask_words import LIST_HEADER, Mask, bits_of, lists_of
+from headwise.backends.triton.hopper.mask_words import LIST_HEADER, bits_of, lists_of, mask_of
 from headwise.backends.triton.hopper.sequence_rows import store_rows
 from headwise.backends.triton.hopper.variants import constants
 
@@ -529,11 +529,9 @@ def forward_kernel(
     X: gl.constexpr = constants(VARIANT)
     gl.static_assert(not (X.masked and X.keys_first))  # values of the block above are found by counting
     inputs = Inputs(q0, q1, k0, k1, v0, v1, bias)
-    mask = None
-    if X.masked:
-        mask = Mask(
-            bits, lists, bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at
-        )
+    mask = mask_of(
+        bits, lists, (bits_batch, bits_head, bits_block, bits_row, lists_batch, lists_head, lists_tile, seen_at), X
+    )
     call = Call(
         lse, sink, lengths, cu_q, cu_k, counter, q_length, k_length, heads, group, tiles, works, heads_at_once, left, right,
         sequences, longest_q, longest_k, logit_scale, cap_scale, mask,

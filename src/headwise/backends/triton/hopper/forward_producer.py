@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from headwise.backends.triton.hopper.blank_rows import blank_outside, blank_unseen
 from headwise.backends.triton.hopper.forward_schedule import (
     ROWS,
-    answer,
-    ask,
+    await_ticket,
     block_range,
     count_works,
     find_tile,
     post_tile,
+    request_ticket,
 )
 from headwise.backends.triton.hopper.gluon_names import (
     fence_async_shared,
@@ -71,7 +71,7 @@ def produce(inputs, call, shared, X: gl.constexpr):
     source = find_tile(gl.program_id(0), works, wrong, call, X)
     post_tile(shared.mailbox, 0, source, call, X)
     while source.row >= 0:
-        asked = ask(call.counter)
+        requested = request_ticket(call.counter)
         keys = gl.maximum(source.keys, 0)
         offset = keys - source.rows
         lowest, past = block_range(source.row, source.rows, QUERIES, offset, keys, call, X)
@@ -92,7 +92,7 @@ def produce(inputs, call, shared, X: gl.constexpr):
         blocks += 1
         done += 1
         # The next tile, found early so that nobody waits for it.
-        coming = find_tile(answer(asked, call.counter, works), works, wrong, call, X)
+        coming = find_tile(await_ticket(requested, call.counter, works), works, wrong, call, X)
         post_tile(shared.mailbox, done, coming, call, X)
         for i in range(1, past - lowest):
             if X.masked:

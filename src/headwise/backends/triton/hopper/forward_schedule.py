@@ -14,7 +14,7 @@ from headwise.backends.triton.hopper.mask_words import entry_at, lists_of
 from headwise.backends.triton.hopper.tiles import ForwardTile
 
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup: what one WGMMA multiplies
-FIELDS = gl.constexpr(5)  # numbers in a letter from the producer: `Tile`
+FIELDS = gl.constexpr(5)  # numbers in a message from the producer: `WorkItem`
 # In place of the number of keys of a sequence.
 BAD_LENGTHS = gl.constexpr(-1)  # lengths or offsets that make no sense: results are NaN
 NO_SEQUENCE = gl.constexpr(-2)  # tokens past the last sequence, which do not exist
@@ -64,8 +64,8 @@ class Call(NamedTuple):
     bias_head: Any
 
 
-class Tile(NamedTuple):
-    """A tile of queries of one head, as consumers see it."""
+class WorkItem(NamedTuple):
+    """The unit of work that a ticket stands for, a tile of queries of one head, as consumers see it."""
 
     row: Any  # its first query, in its sequence; -1: there is no more work
     batch_head: Any  # batch · heads + head
@@ -234,8 +234,8 @@ def _add(a, b):
 
 
 @gluon.jit
-def ask(counter):
-    """Ask for the next ticket; `answer` waits for it. Only the first lane asks."""
+def request_ticket(counter):
+    """Ask for the next ticket; `await_ticket` waits for it. Only the first lane asks."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred first;
@@ -250,9 +250,9 @@ def ask(counter):
 
 
 @gluon.jit
-def answer(asked, counter, works):
+def await_ticket(requested, counter, works):
     """The ticket. As many are drawn as there are tiles; who draws the last leaves the counter as it found it."""
-    drawn = from_first_lane(asked)
+    drawn = from_first_lane(requested)
     if drawn == works - 1:
         gl.store(counter, 0)
     return gl.num_programs(0) + drawn
@@ -268,7 +268,7 @@ def from_first_lane(x):
 
 @gluon.jit
 def post_tile(mailbox, count, source, call, X: gl.constexpr):
-    """Tell the consumers what they work on next: a `Tile`, as far as it is not the same for all."""
+    """Tell the consumers what they work on next: a `WorkItem`, as far as it is not the same for all."""
     batch_head = source.batch * call.heads + source.head
     if X.packed:
         post(mailbox, count, (source.row, batch_head, source.keys, source.start, source.rows))
@@ -292,4 +292,4 @@ def read_tile(mailbox, count, call, X: gl.constexpr):
         row, batch_head, keys = read(mailbox, count, 3)
     else:
         row, batch_head = read(mailbox, count, 2)
-    return Tile(row, batch_head, gl.maximum(keys, 0), start, rows, keys, parts, listed, entry)
+    return WorkItem(row, batch_head, gl.maximum(keys, 0), start, rows, keys, parts, listed, entry)

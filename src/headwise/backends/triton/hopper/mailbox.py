@@ -1,4 +1,4 @@
-"""Barriers and letters in shared memory, by which the warps of a program hand things to each other.
+"""Barriers and messages in shared memory, by which the warps of a program hand things to each other.
 
 A ring is shared memory with room for a few tiles, each with two barriers: ``full`` (the tile has arrived) and ``empty``
 (everybody is done with it). Tile number ``count`` is at place ``count % STAGES``. A mailbox is a ring of a few numbers: what
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from headwise.backends.triton.hopper.gluon_names import gl, gluon, mbarrier, thread_barrier
 
-_SLOTS = gl.constexpr(2)  # letters on their way
+_SLOTS = gl.constexpr(2)  # messages in flight
 
 
 class Mailbox(NamedTuple):
-    letters: Any
+    messages: Any
     full: Any
     empty: Any
 
@@ -44,33 +44,33 @@ def wait_empty(empty, count, STAGES: gl.constexpr):
 
 @gluon.jit
 def new_mailbox(FIELDS: gl.constexpr, READERS: gl.constexpr):
-    letters = gl.allocate_shared_memory(gl.int32, [_SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Mailbox(letters, new_barriers(_SLOTS, 1), new_barriers(_SLOTS, READERS))
+    messages = gl.allocate_shared_memory(gl.int32, [_SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Mailbox(messages, new_barriers(_SLOTS, 1), new_barriers(_SLOTS, READERS))
 
 
 @gluon.jit
-def post(mailbox, count, letter):
-    """Send the ``count``-th letter, a tuple of numbers, to all readers."""
+def post(mailbox, count, message):
+    """Send the ``count``-th message, a tuple of numbers, to all readers."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    FIELDS: gl.constexpr = mailbox.letters.shape[0] // _SLOTS
+    FIELDS: gl.constexpr = mailbox.messages.shape[0] // _SLOTS
     none = gl.full([1], 0, gl.int32, LANES)
     at = count % _SLOTS
     wait_empty(mailbox.empty, count, _SLOTS)
-    for i in gl.static_range(len(letter)):
-        mailbox.letters.index(at * FIELDS + i).store(none + letter[i])
+    for i in gl.static_range(len(message)):
+        mailbox.messages.index(at * FIELDS + i).store(none + message[i])
     thread_barrier()
     mbarrier.arrive(mailbox.full.index(at))
 
 
 @gluon.jit
 def read(mailbox, count, FIELDS: gl.constexpr):
-    """The first fields of the ``count``-th letter."""
+    """The first fields of the ``count``-th message."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     at = count % _SLOTS
-    first = at * (mailbox.letters.shape[0] // _SLOTS)
+    first = at * (mailbox.messages.shape[0] // _SLOTS)
     wait_full(mailbox.full, count, _SLOTS)
-    letter = ()
+    message = ()
     for i in gl.static_range(FIELDS):
-        letter = letter + (gl.max(mailbox.letters.index(first + i).load(LANES), 0),)  # type: ignore[assignment]
+        message = message + (gl.max(mailbox.messages.index(first + i).load(LANES), 0),)  # type: ignore[assignment]
     mbarrier.arrive(mailbox.empty.index(at))
-    return letter
+    return message

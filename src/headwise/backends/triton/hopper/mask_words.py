@@ -24,7 +24,16 @@ class Mask(NamedTuple):
     lists_batch: Any
     lists_head: Any
     lists_tile: Any
-    seen_at: Any  # where the bits of keys that somebody sees begin, behind the lists of a head
+    seen_at: Any  # where the bits of keys visible to any query begin, behind the lists of a head
+
+
+@gluon.jit
+def mask_of(bits, lists, steps, X: gl.constexpr):
+    """The `Mask` of a launch, or None; ``steps``: its other members."""
+    mask = None
+    if X.masked:
+        mask = Mask(bits, lists, *steps)
+    return mask
 
 
 @gluon.jit
