@@ -392,6 +392,7 @@ def test_an_upload_into_memory_that_a_recorded_kernel_reads():
     """The plain form of the hazard: the very buffer comes back from the pool while its reader is not submitted yet."""
     device = runtime.device()
     device.synchronize()
+    gc.collect()
     x = array(torch.full((1000,), 1.0))
     buffer = x._region.storage.buffer
     y = x + x

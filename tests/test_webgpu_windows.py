@@ -207,6 +207,56 @@ def test_decoding_over_a_head_larger_than_a_binding(rendered, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("batch", [1, 2])
+def test_splits_of_a_decoded_head_whose_partials_are_larger_than_a_binding(rendered, batch, dtype):
+    """As many as can be bound, whatever is asked for; the batch changes no bits."""
+    q, k, v, _ = inputs(dtype, 16, 1, 1, 500, 32, 32, batch=batch)
+    lengths = torch.tensor([500, 231][:batch])
+    ours, *fewer = (hw.attention_decode(q, k, v, lengths, num_splits=splits, backend="webgpu") for splits in (32, 8))
+    close(ours, hw.attention_decode(q.double(), k.double(), v.double(), lengths, backend="cpu"))
+    assert 32 * q[0].numel() * 4 > BINDING >= 8 * q[0].numel() * 4
+    assert torch.equal(ours, fewer[0])
+    alone = hw.attention_decode(q[:1], k[:1], v[:1], lengths[:1], num_splits=32, backend="webgpu")
+    assert torch.equal(ours[:1], alone)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+def test_narrow_rows_whose_statistics_are_larger_than_a_binding(rendered, width, dtype):
+    """Twelve bytes of statistics for a row of two bytes, or eight of a target."""
+    torch.manual_seed(width)
+    x, grad = torch.randn(2, 2500, width).to(dtype)
+    leaves = [x, torch.randn(width).to(dtype), torch.randn(width).to(dtype)]
+
+    def normed(backend, dtype):
+        given = [t.to(dtype, copy=True).requires_grad_() for t in leaves]
+        y = hw.layer_norm(*given, eps=0.1, backend=backend)
+        return y.detach(), *torch.autograd.grad(y, given, grad.to(dtype))
+
+    targets = torch.randint(0, width, (2500,))
+
+    def loss(backend, dtype):
+        given = x.to(dtype, copy=True).requires_grad_()
+        losses = hw.cross_entropy(given, targets, reduction="none", label_smoothing=0.1, backend=backend)
+        return losses.detach(), *torch.autograd.grad(losses.sum(), given)
+
+    for run in (normed, loss):
+        for ours, expected in zip(run("webgpu", dtype), run("cpu", torch.float64), strict=True):
+            if width > 1:
+                close(ours, expected)
+            else:
+                assert torch.isfinite(ours).all()
+
+
+@DTYPES
+@pytest.mark.parametrize(("count", "width"), [(1, 4000), (3, 2500)])
+def test_few_long_rows_whose_partials_are_larger_than_a_binding(rendered, count, width, dtype):
+    grad, ids = torch.randn(count, width).to(dtype), torch.tensor([1, 0, 1][:count])
+    ours = hw.embedding_backward(grad, ids, 2, backend="webgpu")
+    close(ours, torch.zeros(2, width, dtype=torch.float64).index_add_(0, ids, grad.double()))
+
+
+@DTYPES
 @pytest.mark.parametrize("width", [1, 12])
 def test_ids_larger_than_a_binding(rendered, width, dtype):
     """In as many parts as it takes; gradients are rounded once."""

@@ -64,7 +64,7 @@ def _operators(a: Tensor, b: Tensor, long: Tensor) -> Outputs:
         "scattered": a.scatter_add(-1, places, b),
         "convolved": torch.nn.functional.conv1d(a[:, None], b[:2, None, :3], stride=2, padding=1),
         "few rows": long[:3] @ long.mT,
-        "parts of k": long @ long.mT,
+        "splits of k": long @ long.mT,
         "wide and back": a.float().double().float(),
     }
 

@@ -73,8 +73,8 @@ class PrivateMemory(GpuMemory):
     def take_new(self, nbytes: int) -> Storage:
         """A buffer that nothing in the block has used."""
         size = self._size_of(nbytes)
-        buffer = self.allocate(size)
-        return self._lend(size, buffer, self._held[-1].busy_until)
+        number, _, buffer = self.fresh(size)
+        return self._lend(size, (number, self._held[-1].busy_until, buffer))
 
     def trim(self) -> None:
         self._shared.trim()
@@ -187,11 +187,11 @@ class Capture:
         for step in self.steps:
             # The variant with an offset is compiled already where a kernel has scalars.
             at_offset = step.kernel.scalars > 0
-            pipeline, group, (x, y, z), kept = self.device.command(
+            pipeline, group, (x, y, z) = self.device.command(
                 step.kernel, step.groups, (self._uniform, *step.parameters), step.bound, at_offset
             )
             # A pipeline stays set until another is.
-            self._commands.append((None if pipeline is last else pipeline, group, int(at_offset), x, y, z, kept))
+            self._commands.append((None if pipeline is last else pipeline, group, int(at_offset), x, y, z))
             last = pipeline
         written = {
             id(buffer) for step in self.steps
@@ -282,9 +282,9 @@ class Capture:
         if not self._commands:
             return
         compute_pass = device.begin_pass()
-        _, set_pipeline, set_bind_group, dispatch, none, offset = device.encoding
+        _, _, set_pipeline, set_bind_group, dispatch, none, offset = device.encoding
         offsets = (none, offset(0))
-        for pipeline, group, count, x, y, z, _ in self._commands:
+        for pipeline, group, count, x, y, z in self._commands:
             if pipeline is not None:
                 set_pipeline(compute_pass, pipeline)
             set_bind_group(compute_pass, 0, group, count, offsets[count])

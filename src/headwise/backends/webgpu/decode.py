@@ -70,8 +70,11 @@ def decode_with(device: Device, tile: DecodeTile, num_splits: int, args: Any) ->
         return out.result, lse
     q, k, v = (scores.aligned(device, x) for x in (args.q, args.k_cache, args.v_cache))
     capacity = capacity_of(args)
-    splits = max(1, min(num_splits, -(-capacity // (tile.slots * tile.keys))))
-    call = _Call(tile, splits, capacity, _fours(q.shape[3]), _fours(v.shape[3]), args.flags)
+    dv4 = _fours(v.shape[3])
+    # The partials of a key head of one sequence can be bound: not those of a batch, which no split may depend on.
+    room = device.capabilities.binding_bytes // (q.shape[1] // k.shape[1] * q.shape[2] * dv4 * 16)
+    splits = max(1, min(num_splits, -(-capacity // (tile.slots * tile.keys)), room))
+    call = _Call(tile, splits, room, capacity, _fours(q.shape[3]), dv4, args.flags)
     whole = _Piece(q, k, v, args.lengths, args.kv_starts, args.block_table, args.sink, out.written, lse, [])
     for piece in _pieces(device, call, whole):
         _run(device, call, piece)
@@ -81,6 +84,7 @@ def decode_with(device: Device, tile: DecodeTile, num_splits: int, args: Any) ->
 class _Call(NamedTuple):
     tile: DecodeTile
     splits: int
+    most_splits: int  # of a key head of one sequence, whose partials can be bound
     capacity: int
     d4: int  # vectors of four in a row
     dv4: int
@@ -149,7 +153,7 @@ def _run(device: Device, call: _Call, piece: _Piece) -> None:
     key_heads = k.shape[1]
     rows = heads // key_heads * q_length
     row_blocks = -(-rows // (tile.sets * tile.rows))
-    splits = -(-call.splits // len(piece.ranges))
+    splits = max(1, min(-(-call.splits // len(piece.ranges)), call.most_splits // len(piece.ranges)))
     slots = splits * len(piece.ranges)
     results = batch * heads * q_length
     partials = device.empty((results * slots * call.dv4 * 4,), torch.float32)

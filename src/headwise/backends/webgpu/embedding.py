@@ -90,10 +90,12 @@ def _gradient(device: Device, ids: Region, g: Region, classes: int, padding: int
     count, padded = g.shape
     dweight = copies.full(device, (classes, padded), 0.0, dtype)
     keys, places = _sorted(device, ids, classes, padding)
-    # A kernel reads any row of the gradient. If that is larger than a binding, bands of columns are copied.
-    size = count * padded * g.itemsize
+    # A kernel reads any row of the gradient. If that is larger than a binding, bands of columns are copied. So they are if
+    # the partials are larger, which those of a few very long rows may be.
     room = device.capabilities.binding_bytes - 512
-    band = padded if g.storage.size <= room + 512 else max(4, padded // -(-size // room) // 4 * 4)
+    size = 0 if g.storage.size <= room + 512 else count * padded * g.itemsize
+    size = max(size, 8 * padded * -(-count // CHUNK))
+    band = max(4, padded // -(-size // room) // 4 * 4)
     for first in range(0, padded, band):
         columns = min(band, padded - first)
         part = g.narrow(1, first, columns)

@@ -1,6 +1,6 @@
 """Matrix products on WebGPU: ``wgsl/matmul.wgsl``, for launchers of ops that have a linear layer in them.
 
-A few rows go to ``wgsl/matmul_rows.wgsl``. Where workgroups are too few for the GPU, k is cut into parts, whose float32 sums
+A few rows go to ``wgsl/matmul_rows.wgsl``. Where workgroups are too few for the GPU, k is cut into splits, whose partials
 ``wgsl/matmul_sum.wgsl`` adds up in their order.
 """
 
@@ -41,7 +41,7 @@ def matmul_into(
         a, b, out = transposed(b), transposed(a), out.with_shape((1, a.shape[0]))
     a, b = _readable(device, a), _readable(device, b)
     if out.dtype == torch.float32:
-        _windows(device, a, b, out, add, bias)
+        _ranges(device, a, b, out, add, bias)
         return
     if add:
         raise NotImplementedError(f"adding to a matrix of {out.dtype}: it would be rounded more than once")
@@ -49,7 +49,7 @@ def matmul_into(
         _dispatch(device, a, b, out, False, bias)
         return
     sums = device.empty(out.shape, torch.float32)
-    _windows(device, a, b, sums, False, bias)
+    _ranges(device, a, b, sums, False, bias)
     round_into(device, sums, out)
 
 
@@ -84,33 +84,33 @@ def _lines_of_vectors(x: Region, lines: int) -> bool:
     return batch and x.offset % 4 == 0 and shape[1 - lines] % 4 == 0 and (shape[lines] == 1 or strides[lines] % 4 == 0)
 
 
-def _windows(device: Device, a: Region, b: Region, out: Region, add: bool, bias: Region | None) -> None:
+def _ranges(device: Device, a: Region, b: Region, out: Region, add: bool, bias: Region | None) -> None:
     """Halve what is larger than a binding."""
     (m, k), n = a.shape[-2:], b.shape[-1]
     up, along = len(a.shape) - 2, len(a.shape) - 1  # the dims of a matrix
     if up and a.shape[0] > 1 and not all(copies.fits(device, x) for x in (a, b, out)):
         first = a.shape[0] // 2
         for start, count in ((0, first), (first, a.shape[0] - first)):
-            here = [x.narrow(0, start, count) for x in (a, b, out)]
-            _windows(device, here[0], here[1], here[2], add, bias)
+            some = [x.narrow(0, start, count) for x in (a, b, out)]
+            _ranges(device, some[0], some[1], some[2], add, bias)
         return
     of_k = not copies.fits(device, a) and a.strides[along] > a.strides[up]
     of_k = of_k or (not copies.fits(device, b) and b.strides[up] > b.strides[along])
     if of_k and k > 1:
         first = _half(k)
-        _windows(device, a.narrow(along, 0, first), b.narrow(up, 0, first), out, add, bias)
-        _windows(device, a.narrow(along, first, k - first), b.narrow(up, first, k - first), out, True, None)
+        _ranges(device, a.narrow(along, 0, first), b.narrow(up, 0, first), out, add, bias)
+        _ranges(device, a.narrow(along, first, k - first), b.narrow(up, first, k - first), out, True, None)
         return
     if not (copies.fits(device, a) and copies.fits(device, out)) and m > 1:
         first = _half(m)
         for start, count in ((0, first), (first, m - first)):
-            _windows(device, a.narrow(up, start, count), b, out.narrow(up, start, count), add, bias)
+            _ranges(device, a.narrow(up, start, count), b, out.narrow(up, start, count), add, bias)
         return
     if not copies.fits(device, b) and n > 1:
         first = _half(n)
         for start, count in ((0, first), (first, n - first)):
-            part = None if bias is None else bias.narrow(0, start, count)
-            _windows(device, a, b.narrow(along, start, count), out.narrow(along, start, count), add, part)
+            here = None if bias is None else bias.narrow(0, start, count)
+            _ranges(device, a, b.narrow(along, start, count), out.narrow(along, start, count), add, here)
         return
     _dispatch(device, a, b, out, add, bias)
 
@@ -126,38 +126,38 @@ def _dispatch(device: Device, a: Region, b: Region, out: Region, add: bool, bias
         return
     (m, k), n = a.shape[-2:], b.shape[-1]
     count = a.shape[0] if len(a.shape) == 3 else 1
-    # The sum of parts goes over all elements in a row, in vectors.
+    # The sum of partials goes over all elements in a row, in vectors.
     dense = out.contiguous and out.offset % 4 == 0 and m * n % 4 == 0
-    tile, part = matmul_plans.plan_for(device.capabilities, m, n, k, count, dense)
-    if part < k:
-        parts = -(-k // part)
-        shares = device.empty((count * parts, m, n), torch.float32)
-        _tiles(device, tile, a, b, shares, False, None, part)
-        _sum(device, shares, parts, out, add, bias)
+    tile, split = matmul_plans.plan_for(device.capabilities, m, n, k, count, dense)
+    if split < k:
+        splits = -(-k // split)
+        partials = device.empty((count * splits, m, n), torch.float32)
+        _tiles(device, tile, a, b, partials, False, None, split)
+        _sum(device, partials, splits, out, add, bias)
     else:
         _tiles(device, tile, a, b, out, add, bias, k)
 
 
 def _tiles(
     device: Device,
-    tile: matmul_plans.Tile,
+    tile: matmul_plans.GemmTile,
     a: Region,
     b: Region,
     out: Region,
     add: bool,
     bias: Region | None,
-    part: int,
+    split: int,
 ) -> None:
     (m, k), n = a.shape[-2:], b.shape[-1]
-    batched, splits = len(a.shape) == 3, part < k
+    batched, split_k = len(a.shape) == 3, split < k
     a_lines, b_lines = (0 if _along_rows(x) else 1 for x in (a, b))
     vectors = [_lines_of_vectors(x, lines) for x, lines in ((a, a_lines), (b, b_lines), (out, 0))]
     kernel = device.kernel(
         "matmul", a=DTYPES[a.dtype], b=DTYPES[b.dtype], bias="" if bias is None else DTYPES[bias.dtype],
         out=DTYPES[out.dtype], a_along="m" if a_lines else "k", b_along="k" if b_lines else "n",
-        a_vectors=vectors[0], b_vectors=vectors[1], out_vectors=vectors[2], adds=add, batched=batched, splits=splits,
+        a_vectors=vectors[0], b_vectors=vectors[1], out_vectors=vectors[2], adds=add, batched=batched, split_k=split_k,
         tile=tile[:5], stages=tile.stages,
-        chain=matmul_plans.CHAIN if out.dtype == torch.float32 and part > matmul_plans.CHAIN else 0,
+        chain=matmul_plans.CHAIN if out.dtype == torch.float32 and split > matmul_plans.CHAIN else 0,
     )  # fmt: skip
     units = [4 if whole else 1 for whole in vectors]
     strides = [
@@ -167,14 +167,14 @@ def _tiles(
     tiles = -(-m // tile.m), -(-n // tile.n)
     bound = {"a": a, "b": b, "out": out} | ({} if bias is None else {"bias": bias})
     count, batch = 1, []
-    if batched or splits:
+    if batched or split_k:
         count = a.shape[0] if batched else 1
         batch = [x.strides[0] // unit if len(x.shape) == 3 else 0 for x, unit in zip((a, b, out), units, strict=True)]
         batch.append(count)
-    if splits:
-        parts = -(-k // part)
-        count *= parts
-        batch += [part, parts]
+    if split_k:
+        splits = -(-k // split)
+        count *= splits
+        batch += [split, splits]
     device.run(kernel, count * tiles[0] * tiles[1], (m, n, k, *strides, *tiles, *batch), **bound)
 
 
@@ -189,30 +189,30 @@ def _few_rows(device: Device, a: Region, b: Region, out: Region, bias: Region | 
         a = copies.copied(device, a)
     plan = matmul_plans.rows_for(m, k, along_k)
     groups = -(-n // plan.of_workgroup(along_k))
-    part = matmul_plans.part_of_rows(k, groups, plan.step(along_k))
-    parts = -(-k // part)
-    shares = out if parts == 1 else device.empty((parts, m, n), torch.float32)
-    here = bias if parts == 1 else None
+    split = matmul_plans.split_of_rows(k, groups, plan.step(along_k))
+    splits = -(-k // split)
+    written = out if splits == 1 else device.empty((splits, m, n), torch.float32)
+    here = bias if splits == 1 else None
     kernel = device.kernel(
         "matmul_rows", a=DTYPES[a.dtype], b=DTYPES[b.dtype], bias="" if here is None else DTYPES[here.dtype],
-        out=DTYPES[shares.dtype], b_along="k" if along_k else "n", splits=parts > 1, **plan._asdict(),
+        out=DTYPES[written.dtype], b_along="k" if along_k else "n", split_k=splits > 1, **plan._asdict(),
     )  # fmt: skip
-    bound = {"a": a, "b": b, "out": shares} | ({} if here is None else {"bias": here})
+    bound = {"a": a, "b": b, "out": written} | ({} if here is None else {"bias": here})
     a_stride = a.strides[0] if m > 1 else 0
     line = (b.strides[1] if n > 1 else 0) if along_k else (b.strides[0] if k > 1 else 0)
-    parameters = (m, n, k, a_stride // (4 if along_k else 1), line // 4, part)
-    device.run(kernel, groups * parts, parameters, **bound)
-    if parts > 1:
-        _sum(device, shares, parts, out, False, bias)
+    parameters = (m, n, k, a_stride // (4 if along_k else 1), line // 4, split)
+    device.run(kernel, groups * splits, parameters, **bound)
+    if splits > 1:
+        _sum(device, written, splits, out, False, bias)
     return True
 
 
-def _sum(device: Device, shares: Region, parts: int, out: Region, add: bool, bias: Region | None) -> None:
-    """Add up the parts of each matrix into out, contiguous."""
-    matrices = shares.shape[0] // parts
+def _sum(device: Device, partials: Region, splits: int, out: Region, add: bool, bias: Region | None) -> None:
+    """Add up the partials of each matrix into out, contiguous."""
+    matrices = partials.shape[0] // splits
     vectors = out.numel // 4 // matrices
     kernel = device.kernel(
         "matmul_sum", bias="" if bias is None else DTYPES[bias.dtype], out=DTYPES[out.dtype], adds=add
     )
-    bound = {"shares": shares, "out": out} | ({} if bias is None else {"bias": bias})
-    device.run(kernel, -(-vectors * matrices // 256), (vectors, parts, matrices, out.shape[-1]), **bound)
+    bound = {"partials": partials, "out": out} | ({} if bias is None else {"bias": bias})
+    device.run(kernel, -(-vectors * matrices // 256), (vectors, splits, matrices, out.shape[-1]), **bound)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from heapq import heappop
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -129,21 +130,22 @@ class Record:
                         key.append(x._storage.buffer)
                 for size in self._sizes:
                     free = pool.free[size]
-                    buffer, busy_until = free.pop() if free else (pool.allocate(size), -1)
+                    number, busy_until, buffer = heappop(free) if free else pool.fresh(size)
                     storage = Storage()
-                    storage.buffer, storage.size, storage.pool, storage.busy_until = buffer, size, pool, busy_until
+                    storage.size, storage.pool = size, pool
+                    storage.number, storage.busy_until, storage.buffer = number, busy_until, buffer
                     storages.append(storage)
                     key.append(buffer)
                 # The pool lends buffers in a steady order, so most combinations of them have been bound before.
                 commands = device.commands.get(tuple(key)) or self._bind(device, tuple(key))
                 if device.capture is not None:
                     device.capture._add(self, storages, scalars)
-                _, set_pipeline, set_bind_group, dispatch, offsets, _ = device.encoding
+                _, _, set_pipeline, set_bind_group, dispatch, offsets, _ = device.encoding
                 offset_count = 0
                 if scalars is not None:
                     offset_count, offsets = 1, self._with_scalars(device, scalars)
                 compute_pass = device.open_pass or device.begin_pass()
-                for pipeline, group, (x, y, z), _ in commands:
+                for pipeline, group, (x, y, z) in commands:
                     set_pipeline(compute_pass, pipeline)
                     set_bind_group(compute_pass, 0, group, offset_count, offsets)
                     dispatch(compute_pass, x, y, z)

@@ -4,6 +4,7 @@ pieces of tensors that are larger than a binding."""
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -152,13 +153,16 @@ def layout(device: Device, tile: RowTile, *matrices: Region) -> RowLayout:
     return RowLayout(rows, width, seams, tile, variant, strides)
 
 
-def pieces(device: Device, *matrices: Region) -> list[tuple[int, int]]:
-    """``(first row, rows)`` to work on at once: all rows, or as many as a kernel may bind."""
+def pieces(device: Device, *tensors: Region) -> list[tuple[int, int]]:
+    """``(first row, rows)`` to work on at once: all rows (the first dim of each), or as many as a kernel may bind."""
     most = device.capabilities.binding_bytes
-    rows = matrices[0].shape[0]
-    if all(x.storage.size <= most for x in matrices):
+    rows = tensors[0].shape[0]
+    if all(x.storage.size <= most for x in tensors):
         return [(0, rows)]
-    room = [(((most - 512) // x.itemsize - x.shape[1]) // x.strides[0] + 1) if x.strides[0] else rows for x in matrices]
+    room = [
+        (((most - 512) // x.itemsize - math.prod(x.shape[1:])) // x.strides[0] + 1) if x.strides[0] else rows
+        for x in tensors
+    ]
     most_rows = max(1, min(room))
     unit = 4 if most_rows >= 4 else 2 if most_rows >= 2 else 1  # so that 16-bit pieces are whole words
     # Equal pieces: a small one at the end would leave most of the GPU idle for as long as a row takes.
@@ -187,7 +191,8 @@ class RowKernel(NamedTuple):
             self.run_piece(device, first, rows, -(-rows // self.layout.tile.rows), parameters)
 
     def pieces(self, device: Device) -> list[tuple[int, int]]:
-        return pieces(device, *self.inputs.values(), *self.result.values())
+        per_row = [x for name, x in self.sides.items() if name not in _SHARED]
+        return pieces(device, *self.inputs.values(), *self.result.values(), *per_row)
 
     def run_piece(
         self, device: Device, first: int, rows: int, groups: int | tuple[int, ...], parameters: tuple[float, ...],

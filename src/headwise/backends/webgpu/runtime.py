@@ -53,8 +53,8 @@ class Counts:
     pipelines: int = 0
 
 
-# A dispatch ready to be encoded: handles of pipeline and bind group, workgroups, and the bind group, to keep it alive.
-Command = tuple[Any, Any, tuple[int, ...], Any]
+# A dispatch ready to be encoded: handles of pipeline and bind group, workgroups.
+Command = tuple[Any, Any, tuple[int, ...]]
 
 
 class OpenDevice(Device):
@@ -160,7 +160,7 @@ class OpenDevice(Device):
         """Dispatch immediately: for probes, tests and benchmarks. Launchers are recorded (recorder.py)."""
         uniform = self.uniform(parameters)
         bound = [(binding.storage.buffer, binding.first, binding.size) for binding in bindings]
-        pipeline, group, _, _ = self.command(kernel, groups, (uniform, 0, len(parameters)), bound)
+        pipeline, group, _ = self.command(kernel, groups, (uniform, 0, len(parameters)), bound)
         compute_pass, encoding = self.begin_pass(), self.encoding
         encoding.set_pipeline(compute_pass, pipeline)
         encoding.set_bind_group(compute_pass, 0, group, 0, encoding.no_offsets)
@@ -180,12 +180,7 @@ class OpenDevice(Device):
         at_offset: an offset of the parameters comes with the dispatch.
         """
         pipeline, layout = self.pipeline(kernel, at_offset)
-        entries = [
-            {"binding": i, "resource": {"buffer": buffer, "offset": first, "size": size}}
-            for i, (buffer, first, size) in enumerate((parameters, *bound))
-        ]
-        group = self.gpu.create_bind_group(layout=layout, entries=entries)
-        return self.encoding.handle(pipeline), self.encoding.handle(group), groups, group
+        return self.encoding.handle(pipeline), self.encoding.bind_group(layout, (parameters, *bound)), groups
 
     def keep_commands(self, key: tuple[Any, ...], commands: list[Command]) -> None:
         if len(self.commands) >= _MOST_COMMANDS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 from typing import Any
 
 import torch
@@ -18,42 +19,59 @@ class OutOfMemory(RuntimeError):
     """The GPU has no room for a buffer, or none may be that large. The message names the size and the limit."""
 
 
+# A buffer that can be lent: its number in the pool, the command buffer until which earlier owners may use it, the buffer.
+Free = tuple[int, int, Any]
+
+
 class Storage:
     """A buffer on loan from a pool. It goes back when nobody refers to it any more."""
 
-    __slots__ = ("buffer", "busy_until", "pool", "size")
+    __slots__ = ("buffer", "busy_until", "number", "pool", "size")
 
     buffer: Any
     size: int
     pool: Pool
+    number: int  # of the buffer in its pool
     busy_until: int  # number of the last command buffer in which earlier owners may use the buffer
 
-    def __del__(self) -> None:
-        # Runs in the thread that drops the last reference, whichever that is: nothing but an append is safe here.
-        self.pool.free[self.size].append((self.buffer, self.pool.submission))
+    def __del__(self, give_back: Callable[[list[Any], Free], None] = heappush) -> None:
+        # Runs in the thread that drops the last reference, whichever that is: nothing but this one call, which compares
+        # numbers and runs no Python, is safe here. A default, as globals are gone when the interpreter ends.
+        give_back(self.pool.free[self.size], (self.number, self.pool.submission, self.buffer))
 
 
 class Pool:
-    """Buffers by size class. The GPU runs commands in order, so a buffer can be lent again at once."""
+    """Buffers by size class. The GPU runs commands in order, so a buffer can be lent again at once.
+
+    The free buffer with the lowest number is lent first, in whatever order they came back: a step that repeats gets the same
+    buffers again for the same tensors, and bind groups that were made for them fit.
+    """
 
     def __init__(self, most_bytes: int, name: str, submission: int = 0) -> None:
         """most_bytes: of one buffer. name: of the device, for messages."""
         self._most, self._name = most_bytes, name
-        self.free: dict[int, list[tuple[Any, int]]] = defaultdict(list)
+        self.free: dict[int, list[Free]] = defaultdict(list)  # heaps
         self.submission = submission  # number of the command buffer that is being recorded
+        self._numbers = 0  # of buffers so far
 
     def take(self, nbytes: int) -> Storage:
         size = self._size_of(nbytes)
         free = self.free[size]
-        return self._lend(size, *(free.pop() if free else (self.allocate(size), -1)))
+        return self._lend(size, heappop(free) if free else self.fresh(size))
 
-    def _lend(self, size: int, buffer: Any, busy_until: int) -> Storage:
+    def fresh(self, size: int) -> Free:
+        """A new buffer."""
+        buffer = self.allocate(size)
+        self._numbers += 1
+        return self._numbers, -1, buffer
+
+    def _lend(self, size: int, free: Free) -> Storage:
         storage = Storage()
-        storage.buffer, storage.size, storage.pool, storage.busy_until = buffer, size, self, busy_until
+        storage.size, storage.pool = size, self
+        storage.number, storage.busy_until, storage.buffer = free
         return storage
 
     def allocate(self, size: int) -> Any:
-        """A new buffer."""
         raise NotImplementedError
 
     def _size_of(self, nbytes: int) -> int:
@@ -84,7 +102,7 @@ class StandIns(Pool):
 
     def stand_in(self, size: int) -> Storage:
         """A buffer of exactly this size: an argument's."""
-        return self._lend(size, self.allocate(size), -1)
+        return self._lend(size, self.fresh(size))
 
 
 class GpuMemory(Pool):
@@ -124,7 +142,7 @@ class GpuMemory(Pool):
         self._submit()  # recorded commands may still read them
         for size, free in list(self.free.items()):
             while free:
-                buffer, _ = free.pop()
+                buffer = free.pop()[2]
                 buffer.destroy()
                 del self._buffers[id(buffer)]
                 self.allocated -= size

@@ -5,7 +5,7 @@
 //   out  (m, n)   the elements of a row side by side
 //   bias (n,)
 //
-// Of a batch, each has a matrix for every entry, at any distance. With `splits`, out has a matrix for every part of k as well,
+// Of a batch, each has a matrix for every entry, at any distance. With `split_k`, out has a matrix for every split of k as well,
 // and `matmul_sum.wgsl` adds them up.
 //
 // A workgroup has a tile of out, a thread of_m × of_n of it in registers: groups of four rows and of four columns, as far apart as
@@ -15,7 +15,7 @@
 // eight rows of tiles follow each other, so that they share what they read of b.
 //
 // variables: a, b, bias (dtypes; bias "" for none), out (dtype), a_along, b_along, a_vectors, b_vectors, out_vectors (do lines begin and end
-// at multiples of four elements?), adds (to what is in out), batched, splits (is k cut?), tile (m, n, deep, of_m, of_n), stages (steps
+// at multiples of four elements?), adds (to what is in out), batched, split_k (is k cut?), tile (m, n, deep, of_m, of_n), stages (steps
 // in workgroup memory: 1 or 2), chain (products in one chain of additions; 0: all. The sums of a chain go to out, where those of the
 // next are added: in registers a second set of sums costs a quarter of the speed)
 {% set BM, BN, BK, TM, TN = tile %}
@@ -28,8 +28,8 @@
 {{ input("bias", bias, 1) }}
 {% endif %}
 {{ output("out", out, 4 if out_vectors else 1) }}
-{{ params("m: u32, n: u32, k: u32, a_stride: u32, b_stride: u32, out_stride: u32, m_tiles: u32, n_tiles: u32" ~ (", a_batch: u32, b_batch: u32, out_batch: u32, batches: u32" if batched or splits else "") ~ (", part: u32, parts: u32" if splits else "")) }}
-{% if batched or splits %}
+{{ params("m: u32, n: u32, k: u32, a_stride: u32, b_stride: u32, out_stride: u32, m_tiles: u32, n_tiles: u32" ~ (", a_batch: u32, b_batch: u32, out_batch: u32, batches: u32" if batched or split_k else "") ~ (", split: u32, splits: u32" if split_k else "")) }}
+{% if batched or split_k %}
 
 // Where the matrices of this workgroup begin.
 var<private> a_first: u32;
@@ -42,7 +42,7 @@ var<workgroup> a_tile{{ stage }}: array<array<vec4<f32>, {{ A_STEP }}>, {{ BK }}
 var<workgroup> b_tile{{ stage }}: array<array<vec4<f32>, {{ B_STEP }}>, {{ BK }}>;
 {% endfor %}
 
-{% macro more(x) %}{{ " + %s_first" % x if batched or splits }}{% endmacro %}
+{% macro more(x) %}{{ " + %s_first" % x if batched or split_k }}{% endmacro %}
 {# raw_x(line, at): elements at … at + 3 of a line as they lie in memory, zeros beyond its end and beyond the last line; four_x(raw): their
    values. They are unpacked when they are needed, not where a thread would wait for them. #}
 {% set PACKED = {"a": a_vectors and a != "f32", "b": b_vectors and b != "f32"} %}
@@ -129,15 +129,15 @@ fn raw_{{ x }}(line: u32, at: u32) -> Raw_{{ x }} {
 {% endmacro %}
 
 @compute @workgroup_size({{ THREADS }}) {{ main() }}
-{% if batched or splits %}
+{% if batched or split_k %}
     let tile = workgroup % (params.m_tiles * params.n_tiles);
     let matrix = workgroup / (params.m_tiles * params.n_tiles);
-    if (matrix >= params.batches{{ " * params.parts" if splits }}) { return; }
-{% if splits %}
-    let entry = matrix / params.parts;
-    let begin = matrix % params.parts * params.part;
+    if (matrix >= params.batches{{ " * params.splits" if split_k }}) { return; }
+{% if split_k %}
+    let entry = matrix / params.splits;
+    let begin = matrix % params.splits * params.split;
 {% if not chain %}
-    let end = min(begin + params.part, params.k);
+    let end = min(begin + params.split, params.k);
 {% endif %}
 {% else %}
     let entry = matrix;
@@ -149,11 +149,11 @@ fn raw_{{ x }}(line: u32, at: u32) -> Raw_{{ x }} {
     let tile = workgroup;
     if (tile >= params.m_tiles * params.n_tiles) { return; }
 {% endif %}
-{% if not splits %}
+{% if not split_k %}
     let begin = 0u;
     let {{ "last" if chain else "end" }} = params.k;
 {% elif chain %}
-    let last = min(begin + params.part, params.k);
+    let last = min(begin + params.split, params.k);
 {% endif %}
     let of_group = 8u * params.n_tiles;
     let first_tile = tile / of_group * 8u;

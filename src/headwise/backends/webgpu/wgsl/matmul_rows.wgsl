@@ -2,7 +2,7 @@
 //
 //   a    (m, k)   the elements of a row side by side, m at most `rows`
 //   b    (k, n)   the elements of a row side by side (`b_along` "n"), or those of a column ("k": a weight (n, k), transposed)
-//   out  (m, n)   contiguous; with `splits`, float32 and one for every part of k, which `matmul_sum.wgsl` adds up
+//   out  (m, n)   contiguous; with `split_k`, float32 and one for every split of k, which `matmul_sum.wgsl` adds up
 //   bias (n,)
 //
 // b is read once, straight into registers, several vectors of four at a time. Along k: `lanes` threads share `columns` columns
@@ -10,14 +10,14 @@
 // others. Sums of threads that share a column meet in workgroup memory.
 //
 // variables: a, b, bias (dtypes; bias "" for none), out (dtype), b_along, rows, threads, lanes, columns (of a team; along n: 4 · lanes),
-// ahead (vectors read at a time), splits
+// ahead (vectors read at a time), split_k (is k cut?)
 {{ input("a", a, 4 if b_along == "k" else 1) }}
 {{ input("b", b, 4) }}
 {% if bias %}
 {{ input("bias", bias, 4) }}
 {% endif %}
 {{ output("out", out, 4) }}
-{{ params("m: u32, n: u32, k: u32, a_stride: u32, b_stride: u32, part: u32") }}
+{{ params("m: u32, n: u32, k: u32, a_stride: u32, b_stride: u32, split: u32") }}
 {% set TEAMS = threads // lanes %}
 {% set COLUMNS = columns * TEAMS if b_along == "k" else 4 * lanes %}{# of a workgroup #}
 
@@ -26,18 +26,18 @@ var<workgroup> sums: array<vec4<f32>, {{ rows * COLUMNS // 4 }}>;
 {% set at_once = [rows, 16 // columns] | min %}{# rows whose sums meet at once #}
 {% set VALUES = at_once * columns %}
 {% set SLICES = threads // (TEAMS * VALUES) %}
-var<workgroup> shares: array<array<f32, {{ threads + 1 }}>, {{ VALUES }}>;
+var<workgroup> thread_sums: array<array<f32, {{ threads + 1 }}>, {{ VALUES }}>;
 var<workgroup> slices: array<array<f32, {{ TEAMS * VALUES }}>, {{ SLICES }}>;
 {% else %}
-var<workgroup> shares: array<array<vec4<f32>, {{ lanes }}>, {{ TEAMS }}>;
+var<workgroup> thread_sums: array<array<vec4<f32>, {{ lanes }}>, {{ TEAMS }}>;
 {% endif %}
 
 @compute @workgroup_size({{ threads }}) {{ main() }}
     let groups = (params.n + {{ COLUMNS - 1 }}u) / {{ COLUMNS }}u;
     let first_column = workgroup % groups * {{ COLUMNS }}u;
-{% if splits %}
-    let begin = workgroup / groups * params.part;
-    let end = min(begin + params.part, params.k);
+{% if split_k %}
+    let begin = workgroup / groups * params.split;
+    let end = min(begin + params.split, params.k);
     let to = workgroup / groups * params.m;
     if (begin >= params.k) { return; }
 {% else %}
@@ -88,7 +88,7 @@ var<workgroup> shares: array<array<vec4<f32>, {{ lanes }}>, {{ TEAMS }}>;
 {% for first in range(0, rows, at_once) %}
 {% for r in range(at_once) %}
 {% for c in range(columns) %}
-    shares[{{ r * columns + c }}][thread] = sum{{ first + r }}_{{ c }};
+    thread_sums[{{ r * columns + c }}][thread] = sum{{ first + r }}_{{ c }};
 {% endfor %}
 {% endfor %}
     workgroupBarrier();
@@ -98,7 +98,7 @@ var<workgroup> shares: array<array<vec4<f32>, {{ lanes }}>, {{ TEAMS }}>;
         let from_thread = whose / {{ VALUES }}u * {{ lanes }}u + slice * {{ lanes // SLICES }}u;
         var share = 0.0;
 {% for i in range(lanes // SLICES) %}
-        share += shares[whose % {{ VALUES }}u][from_thread + {{ i }}u];
+        share += thread_sums[whose % {{ VALUES }}u][from_thread + {{ i }}u];
 {% endfor %}
         slices[slice][whose] = share;
     }
@@ -140,11 +140,11 @@ var<workgroup> shares: array<array<vec4<f32>, {{ lanes }}>, {{ TEAMS }}>;
 {% endfor %}
     }
 {% for r in range(rows) %}
-    shares[team][lane] = sum{{ r }};
+    thread_sums[team][lane] = sum{{ r }};
     workgroupBarrier();
     if (team == 0u) {
         var total = vec4<f32>(0.0);
-        for (var i = 0u; i < {{ TEAMS }}u; i++) { total += shares[i][lane]; }
+        for (var i = 0u; i < {{ TEAMS }}u; i++) { total += thread_sums[i][lane]; }
         sums[{{ r * lanes }}u + lane] = total;
     }
     workgroupBarrier();

@@ -1,21 +1,22 @@
-// out = parts[0] + parts[1] + … (+ bias, or + out): the float32 products that a matmul made of parts of its k, in their order.
+// out = partials[0] + partials[1] + … (+ bias, or + out): the float32 products that a matmul made of splits of its k, in their
+// order.
 //
-// A matrix is a row of vectors of four here; of a batch, each matrix has its parts one after the other.
+// A matrix is a row of vectors of four here; of a batch, each matrix has its partials one after the other.
 //
 // variables: bias (its dtype, or ""), out (dtype), adds (to what is in out)
-{{ input("shares", "f32", 4) }}
+{{ input("partials", "f32", 4) }}
 {% if bias %}
 {{ input("bias", bias, 1) }}
 {% endif %}
 {{ output("out", out, 4) }}
-{{ params("vectors: u32, parts: u32, matrices: u32, columns: u32") }}
+{{ params("vectors: u32, splits: u32, matrices: u32, columns: u32") }}
 
 @compute @workgroup_size(256) {{ main() }}
     let at = workgroup * 256u + thread;
     if (at >= params.vectors * params.matrices) { return; }
-    let first = at / params.vectors * params.parts * params.vectors + at % params.vectors;
-    var total = load_shares(first);
-    for (var i = 1u; i < params.parts; i++) { total += load_shares(first + i * params.vectors); }
+    let first = at / params.vectors * params.splits * params.vectors + at % params.vectors;
+    var total = load_partials(first);
+    for (var i = 1u; i < params.splits; i++) { total += load_partials(first + i * params.vectors); }
 {% if bias %}
 {% for j in range(4) %}
     total[{{ j }}] += load_bias((at % params.vectors * 4u + {{ j }}u) % params.columns);
