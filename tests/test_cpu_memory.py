@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from headwise.backends.cpu.threads import Shared, in_threads
 
 def test_advice_stays_inside_the_tensor(monkeypatch):
     given = []
-    monkeypatch.setattr(memory, "_madvise", lambda: lambda *call: given.append(call))
+    monkeypatch.setattr(memory, "_from_c", lambda *which: lambda *call: given.append(call))
     x = memory.huge_pages(torch.empty(3 << 20, dtype=torch.float32))
     ((first, size, advice),) = given
     assert advice == mmap.MADV_HUGEPAGE
@@ -23,6 +24,17 @@ def test_advice_stays_inside_the_tensor(monkeypatch):
     assert size >= x.nbytes - (4 << 20)
     memory.huge_pages(torch.empty(1000))
     assert len(given) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux says which pages are there")
+@pytest.mark.parametrize("written", [0.0, 0.3, 0.7, 1.0])
+def test_memory_is_fresh_until_it_is_written_to(monkeypatch, written):
+    pages = mmap.mmap(-1, 40 << 20)
+    lent = torch.frombuffer(pages, dtype=torch.bfloat16)
+    lent[: int(written * lent.numel())] = 1.0
+    monkeypatch.setattr(torch, "empty", lambda *asked, **options: lent)
+    assert memory.would_be_fresh(lent.shape, lent.dtype) is (written < 0.5)
+    assert not memory.would_be_fresh((1000,), torch.float32)  # the C library keeps those
 
 
 def test_each_item_goes_to_one_thread(monkeypatch):
@@ -36,9 +48,8 @@ def test_each_item_goes_to_one_thread(monkeypatch):
     assert sorted(found) == list(range(1000))
 
 
-def _rows(dtype=torch.float32):
-    x, grad, weight = torch.randn(700, 1100), torch.randn(700, 1100), torch.randn(1100)
-    return [t.to(dtype) for t in (x, grad, weight)]
+def _rows():
+    return torch.randn(700, 1100), torch.randn(700, 1100), torch.randn(1100)
 
 
 def _loss(dtype=torch.bfloat16):
@@ -48,8 +59,6 @@ def _loss(dtype=torch.bfloat16):
 
 
 CALLS = {
-    "layer_norm": lambda: hw.layer_norm_backward(_rows()[1], _rows()[0], _rows()[2], _rows()[2]),
-    "layer_norm bfloat16": lambda: hw.layer_norm_backward(*_rows(torch.bfloat16)[:2]),
     "rms_norm": lambda: hw.rms_norm_backward(*_rows()),
     "softmax": lambda: (hw.softmax(_rows()[0].reshape(-1, 35000)),),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,8 @@ from backends_under_test import DEVICE, RUNNABLE
 
 import headwise as hw
 from headwise import reference
+from headwise.backends.cpu import layer_norm as on_cpu
+from headwise.testing import compare
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -89,17 +93,63 @@ def test_gives_the_same_bits_every_time(backend, dtype):
         assert all(map(torch.equal, hw.layer_norm_backward(grad, x, weight, bias, backend=backend), known))
 
 
-@pytest.mark.parametrize(("rows", "width"), [(2000, 1024), (300, 100), (9000, 1024)])
-def test_threads_do_not_change_the_bits(rows, width):
-    x, grad, (weight, bias) = torch.randn(rows, width), torch.randn(rows, width), torch.randn(2, width)
-    before, found = torch.get_num_threads(), []
+# One call of PyTorch's kernel, its rows divided among threads; sums by blocks; blocks that our threads share.
+@pytest.mark.parametrize(("rows", "width", "dtype"), [(2000, 1024, F32), (9000, 1024, BF16), (40000, 80, F32)], ids=str)
+def test_the_same_threads_give_the_same_bits_on_a_busy_machine(rows, width, dtype):
+    x, grad, (weight, bias) = (torch.randn(n, width).to(dtype) for n in (rows, rows, 2))
+    before, idle = torch.get_num_threads(), threading.Event()
+
+    def burn():
+        other = torch.randn(300, 300)
+        while not idle.is_set():
+            other @ other
+
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(hw.layer_norm_backward(grad, x, weight, bias, backend="cpu"))
+            known = hw.layer_norm_backward(grad, x, weight, bias, backend="cpu")
+            idle.clear()
+            load = [threading.Thread(target=burn) for _ in range(2)]
+            for thread in load:
+                thread.start()
+            again = [hw.layer_norm_backward(grad, x, weight, bias, backend="cpu") for _ in range(3)]
+            idle.set()
+            for thread in load:
+                thread.join()
+            assert all(torch.equal(a, b) for found in again for a, b in zip(found, known, strict=True))
     finally:
+        idle.set()
         torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "width", "dtype"), [(2000, 1024, F32), (2000, 1024, BF16), (40000, 80, F32)], ids=str)
+def test_what_memory_a_result_gets_does_not_change_the_bits(rows, width, dtype, monkeypatch):
+    """Fresh memory is written block by block, other memory by one call."""
+    x, grad, (weight, bias) = (torch.randn(n, width).to(dtype) for n in (rows, rows, 2))
+    found = []
+    for fresh in (False, True):
+        monkeypatch.setattr(on_cpu, "would_be_fresh", lambda *asked, fresh=fresh: fresh)
+        y = hw.layer_norm(x, weight, bias, backend="cpu")
+        found.append((y, *hw.layer_norm_backward(grad, x, weight, bias, backend="cpu")))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_sums_over_many_rows_keep_their_digits(backend, far):
+    """Added up row by row in float32, as PyTorch's kernel on the CPU does it, a sum loses a digit at 100000 rows."""
+    torch.manual_seed(4)
+    x, grad, weight = torch.randn(100_000, 16), torch.randn(100_000, 16) + 1, torch.ones(16)
+    x[7] += 100 * far
+    ours = hw.layer_norm_backward(*(v.to(DEVICE[backend]) for v in (grad, x, weight, weight)), backend=backend)[1:]
+
+    def sums(dtype):
+        n = reference.layer_norm(x.to(dtype))
+        return (grad.to(dtype) * n).sum(0), grad.to(dtype).sum(0)
+
+    for name, found, exact, plain in zip(("dweight", "dbias"), ours, sums(torch.float64), sums(F32), strict=True):
+        error = compare(name, found, exact, plain, noise_scale=exact.abs().max().item())
+        assert error.ok, str(error)
 
 
 @pytest.mark.parametrize("backend", RUNNABLE)

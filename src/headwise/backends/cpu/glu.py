@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from headwise.backends.cpu.memory import huge_pages
-from headwise.backends.cpu.row_blocks import BLOCK, Scratch, row_blocks, scratch_for, working_copy
+from headwise.backends.cpu.row_blocks import BLOCK, Scratch, row_blocks, scratch_for, sharing, working_copy
 from headwise.backends.cpu.threads import Shared, in_threads
 
 if TYPE_CHECKING:
     from headwise.ops.glu import Glu, GluBackward
 
 _aten = torch.ops.aten
-_SMALL = 4 << 20  # elements
 _ELEMENTS = BLOCK // 2  # of a block: several tensors share the cache
 _TANH_SLOPE, _TANH_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 
@@ -40,10 +39,11 @@ def glu_forward(args: Glu) -> Tensor:
     if y.numel() == 0:
         return y
     (gate, up), (y_rows,) = _as_rows([gate, up], [y])
-    blocks = Shared(row_blocks(gate, up, elements=_ELEMENTS))
+    elements, most = sharing(y, _ELEMENTS)
+    blocks = Shared(row_blocks(gate, up, elements=elements))
 
     def work(thread: int, threads: int) -> None:
-        copy, scratch = scratch_for(gate, 2, _ELEMENTS)
+        copy, scratch = scratch_for(gate, 2, elements)
         for rows, (a_block, u) in blocks:
             a, out = working_copy(a_block, copy), y_rows[rows]
             if out.dtype == a.dtype:
@@ -51,7 +51,7 @@ def glu_forward(args: Glu) -> Tensor:
             else:
                 out.copy_(value(a, scratch[: out.shape[0]]).mul_(u))
 
-    in_threads(work, most=_most(y))
+    in_threads(work, most=most)
     return y
 
 
@@ -64,10 +64,11 @@ def glu_backward(args: GluBackward) -> tuple[Tensor, Tensor | None]:
         return both
     dgate, dup = results if args.up is not None else results[0].chunk(2, -1)
     (gate, up, grad), targets = _as_rows([gate, up, args.grad], [dgate, dup])
-    blocks = Shared(row_blocks(gate, up, grad, elements=_ELEMENTS))
+    elements, most = sharing(gate, _ELEMENTS)
+    blocks = Shared(row_blocks(gate, up, grad, elements=elements))
 
     def work(thread: int, threads: int) -> None:
-        a_copy, g_copy, scratch, free = scratch_for(gate, 4, _ELEMENTS)
+        a_copy, g_copy, scratch, free = scratch_for(gate, 4, elements)
         for rows, (a_block, u, g_block) in blocks:
             a, g = working_copy(a_block, a_copy), working_copy(g_block, g_copy)
             dgate_block, dup_block = (target[rows] for target in targets)
@@ -78,14 +79,8 @@ def glu_backward(args: GluBackward) -> tuple[Tensor, Tensor | None]:
                 dup_block.copy_(value(a, scratch[: len(a)]).mul_(g))
                 dgate_block.copy_(slope(g.mul_(u), a, scratch, free))
 
-    in_threads(work, most=_most(gate))
+    in_threads(work, most=most)
     return both
-
-
-def _most(x: Tensor) -> int:
-    """Threads. The blocks of a small tensor go one after the other, each to PyTorch's own threads: those spin after an
-    operation, so that ours would wait for a core."""
-    return 1 if x.numel() <= _SMALL else -(-x.numel() // _ELEMENTS)
 
 
 def _halves(args: Glu | GluBackward) -> Sequence[Tensor]:

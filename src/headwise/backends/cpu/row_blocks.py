@@ -12,6 +12,7 @@ from headwise.layout import statistics_dtype
 
 # Elements of a block: 2 MB of float32. A few of them fit the cache, and the work on one hides the overhead of a call.
 BLOCK = 512 * 1024
+_SMALL = 4 << 20  # elements of a tensor
 
 
 def row_blocks(*tensors: Tensor, elements: int = BLOCK) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
@@ -40,6 +41,17 @@ def _blocks_from(tensors: tuple[Tensor, ...], limit: int, first: int) -> Iterato
         blocks = tuple(x[i : i + step].reshape(-1, width) for x in tensors)
         start = first + i * inner
         yield slice(start, start + blocks[0].shape[0]), blocks
+
+
+def sharing(x: Tensor, elements: int) -> tuple[int, int]:
+    """The elements of a block, and how many of our threads may share the blocks of ``x``.
+
+    The blocks of a small tensor go one after the other, each to PyTorch's own threads: those spin after an operation, so
+    that ours would wait for a core. Such a block is as large as all their caches take.
+    """
+    if x.numel() <= _SMALL:
+        return elements * torch.get_num_threads(), 1
+    return elements, -(-x.numel() // elements)
 
 
 def _rows_per_block(width: int, elements: int) -> int:
