@@ -18,12 +18,14 @@ from headwise.backends.webgpu.aten import (
     reductions,
     resampling,
     rows,
+    sorting,
     views,
     wide,
+    writing,
 )
 from headwise.backends.webgpu.aten.rest import missing
 
 __all__ = [
     "convolutions", "indexing", "loading", "making", "missing", "optimizers", "pointwise", "products", "random",
-    "reductions", "resampling", "rows", "views", "wide",
+    "reductions", "resampling", "rows", "sorting", "views", "wide", "writing",
 ]  # fmt: skip

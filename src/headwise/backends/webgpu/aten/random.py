@@ -66,6 +66,7 @@ def _launch(device: Device, y: Region, law: str) -> tuple[()]:
 
 def draw(y: Array, law: str, generator: Any, first: float, second: float = 0.0) -> Array:
     """Fill y with numbers of a law."""
+    elementwise.check_written(y)
     if y.numel():
         replayed(_launch, [y], law, scalars=Drawn.of(_Draw(law == "whole", generator, first, second)))
     return y
@@ -153,8 +154,8 @@ def _multinomial(p: Array, count: int, replacement: bool = False, *, generator: 
         raise RuntimeError(f"multinomial: the chances are {p.dtype}; they need to be floats")
     if p.dim() not in (1, 2) or p.shape[-1] == 0 or count <= 0:
         raise RuntimeError(
-            f"multinomial: {count} draws of chances of shape {tuple(p.shape)}; it needs one row or a matrix of rows that are "
-            "not empty, and at least one draw"
+            f"multinomial: {count} draws of chances of shape {tuple(p.shape)}; it needs one row or a matrix of rows that "
+            "are not empty, and at least one draw"
         )
     if p.shape[-1] < count and not replacement:
         raise RuntimeError(
