@@ -15,6 +15,7 @@ from headwise.backends.webgpu.aten import (
     pointwise,
     products,
     random,
+    recurrent,
     reductions,
     resampling,
     rows,
@@ -27,5 +28,5 @@ from headwise.backends.webgpu.aten.rest import missing
 
 __all__ = [
     "convolutions", "indexing", "loading", "making", "missing", "optimizers", "pointwise", "products", "random",
-    "reductions", "resampling", "rows", "sorting", "views", "wide", "writing",
+    "recurrent", "reductions", "resampling", "rows", "sorting", "views", "wide", "writing",
 ]  # fmt: skip
