@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headwise.backends.webgpu import runtime
 from headwise.backends.webgpu.capture_errors import ReadInCapture
+from headwise.backends.webgpu.mixed_devices import MixedDevices, explained
 from headwise.backends.webgpu.storage import Layout, Region, Storage
 from headwise.backends.webgpu.subclass import VisibleToTwoCallers, refused
 from headwise.backends.webgpu.torch_device import DEVICE, NAME, REGISTERED, backward_in_this_thread
@@ -195,9 +196,14 @@ class Array(Tensor):
         except BaseException as error:
             if isinstance(error, ReadInCapture) and error.operator is None:
                 error.operator = func
-            if torch._C._current_graph_task_id() == -1:
+            mixed = None
+            if isinstance(error, (AttributeError, MixedDevices)):  # a tensor on the CPU has no layout
+                mixed = explained(func, args, kwargs or {})
+            if torch._C._current_graph_task_id() != -1:
+                return _raised_after_backward(func, args, kwargs or {}, mixed or error)
+            if mixed is None:
                 raise
-            return _raised_after_backward(func, args, kwargs or {}, error)
+            raise mixed from None
 
 
 def _missing(func: Any) -> Callable[..., Any]:

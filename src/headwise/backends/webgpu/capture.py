@@ -23,7 +23,7 @@ import torch
 
 from headwise.backends.webgpu import runtime
 from headwise.backends.webgpu.array import Array
-from headwise.backends.webgpu.capture_errors import CaptureError
+from headwise.backends.webgpu.capture_errors import CaptureError, Numbers
 from headwise.backends.webgpu.capture_optimizers import Optimizers
 from headwise.backends.webgpu.recorder import Drawn, Record
 from headwise.backends.webgpu.shaders import Kernel
@@ -104,6 +104,7 @@ class Capture:
         self._calls: list[_Call] = []
         self.kept: dict[int, Storage] = {}  # what the block used and did not make, and what it uploaded, by buffer
         self._content: dict[int, bytes] = {}  # of what it uploaded, by buffer
+        self.numbers = Numbers()
         self._state = "new"
 
     # ------------------------------------------------------------------------------------------------------ recording
@@ -213,6 +214,7 @@ class Capture:
             if device.capture is not None:
                 raise CaptureError("headwise: a replay inside of a capture")
             self._optimizers.check()
+            self.numbers.check()
             changed = {id(self.inputs[name]._storage) for name, x in given.items() if x is not self.inputs[name]}
             for name, x in given.items():
                 if isinstance(x, Array) and x is not self.inputs[name] and id(x._storage) in changed:

@@ -1,4 +1,4 @@
-"""Embedding on WebGPU: a gather, and a sum over sorted ids in a fixed order (``wgsl/embedding*.wgsl``).
+"""Embedding on WebGPU: a gather, and a sum over sorted ids in a fixed order (`radix`, ``wgsl/embedding*.wgsl``).
 
 If all ids, or four columns of their gradients, are more than a kernel may bind, they are summed in parts."""
 
@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 
-from headwise.backends.webgpu import copies, rows
+from headwise.backends.webgpu import copies, radix, rows
 from headwise.backends.webgpu.device import Device
-from headwise.backends.webgpu.shaders import DTYPES, Kernel
+from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region
 
 CHUNK = 32  # sorted ids that are summed one after the other
-RUN = 16  # neighbouring keys of a thread that sorts
-_SORTERS = 128  # threads of a workgroup
 _NAN = {torch.float32: 0x7FC00000, torch.float16: 0x7E007E00, torch.bfloat16: 0x7FC07FC0}  # words
 
 
@@ -89,7 +87,7 @@ def embedding_backward(device: Device, args: Any) -> Region:
 def _gradient(device: Device, ids: Region, g: Region, classes: int, padding: int, dtype: torch.dtype) -> Region:
     count, padded = g.shape
     dweight = copies.full(device, (classes, padded), 0.0, dtype)
-    keys, places = _sorted(device, ids, classes, padding)
+    keys, places = radix.sorted_ids(device, ids, classes, padding)
     # A kernel reads any row of the gradient. If that is larger than a binding, bands of columns are copied. So they are if
     # the partials are larger, which those of a few very long rows may be.
     room = device.capabilities.binding_bytes - 512
@@ -118,30 +116,6 @@ def _gradient_in_parts(device: Device, ids: Region, g: Region, classes: int, pad
     dweight = device.empty(total.shape, g.dtype)
     copies.round_rows(device, total, dweight)
     return dweight
-
-
-def _sorted(device: Device, ids: Region, classes: int, padding: int) -> tuple[Region, Region]:
-    """Sorted ids, and the place of each; the sort is stable. Ids that get no gradient become ``classes``."""
-    count = ids.shape[0]
-    # More bits per pass mean fewer passes and more workgroup memory.
-    bits = 6 if device.capabilities.workgroup_memory >= 4 * 64 * (_SORTERS + 1) else 4
-    tiles = -(-count // (_SORTERS * RUN))
-    counts = device.empty((2**bits * tiles,), torch.int32)
-    source, dtype = {"ids": ids}, DTYPES[ids.dtype]
-    for shift in range(0, classes.bit_length(), bits):
-        parameters = (count, tiles, shift, classes, padding)
-        read = {name: x for name, x in source.items() if name != "places"}
-        device.run(_sort_step(device, "count", dtype, bits), tiles, parameters, counts=counts, **read)
-        device.run(_sort_step(device, "scan", "", bits), 1, parameters, counts=counts)
-        keys, places = (device.empty((count,), torch.int32) for _ in range(2))
-        scatter = _sort_step(device, "scatter", dtype, bits)
-        device.run(scatter, tiles, parameters, counts=counts, sorted_keys=keys, sorted_places=places, **source)
-        source, dtype = {"keys": keys, "places": places}, ""
-    return source["keys"], source["places"]
-
-
-def _sort_step(device: Device, step: str, ids: str, bits: int) -> Kernel:
-    return device.kernel("embedding_sort", step=step, ids=ids, bits=bits, threads=_SORTERS, run=RUN)
 
 
 def _sum(device: Device, keys: Region, places: Region, g: Region, dweight: Region) -> None:

@@ -9,6 +9,7 @@ A template declares what it binds with these functions, and so every kernel read
 ``{{ input("x", dtype, 4) }}``    binds x to read, four elements at a time, and defines ``load_x(i) -> vec4<f32>``
 ``{{ output("y", dtype, 4) }}``   binds y to write, and defines ``store_y(i, value)`` (``y`` may be read back by ``load_y``)
 ``{{ scattered("y", "u16") }}``   binds y to write bits of one element at a time: ``put_y(i, bits)``
+``{{ highest("y") }}``            binds words to raise to the highest of several numbers: ``raise_y(i, number)``
 ``{{ params("rows: u32, scale: f32") }}``   the numbers of a call, ``params.rows`` …, after all inputs and outputs
 ``@compute @workgroup_size(256) {{ main() }}``   begins the entry point; ``workgroup`` and ``thread`` are its numbers
 
@@ -90,7 +91,7 @@ def render(name: str, dialect: str = NAGA, native_half: bool = False, **variant:
     template = _environment().get_template(f"{name}.wgsl")
     body = template.render(
         input=declarations.input, output=declarations.output, scattered=declarations.scattered,
-        params=declarations.params, main=_main, **variant,
+        highest=declarations.highest, params=declarations.params, main=_main, **variant,
     )  # fmt: skip
     body = body.replace(_LIBRARY, _functions(body))
     if dialect == TINT and any(word in _COMMENT.sub("", body) for word in _USES_SUBGROUPS):
@@ -191,6 +192,15 @@ class _Declarations:
         return (
             f"@group(0) @binding({binding}) var<storage, read_write> {name}: array<{item}>;\n"
             f"fn put_{name}(i: u32, bits: {value}) {{ {put} }}\n"
+        )
+
+    def highest(self, name: str) -> str:
+        """Words that keep the highest of the numbers they are given, in any order: defines ``raise_<name>(i, number)``."""
+        binding = len(self.buffers) + 1
+        self.buffers.append(Buffer(name, True, 1))
+        return (
+            f"@group(0) @binding({binding}) var<storage, read_write> {name}: array<atomic<u32>>;\n"
+            f"fn raise_{name}(i: u32, number: u32) {{ atomicMax(&{name}[params.{name}_start + i], number); }}\n"
         )
 
     def params(self, fields: str = "") -> str:

@@ -251,13 +251,15 @@ class Region:
 class Layout:
     """Everything about an array but its memory. Unique per device: equal layouts are the same object."""
 
-    __slots__ = ("__weakref__", "dtype", "offset", "shape", "size", "strides", "wrapper")
+    __slots__ = ("__weakref__", "dtype", "offset", "overlaps", "shape", "size", "strides", "wrapper")
 
     def __init__(
         self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, size: int
     ) -> None:
         self.dtype, self.shape, self.strides, self.offset = dtype, shape, strides, offset
         self.size = size  # bytes of the storage: it decides how kernels bind it
+        # Expanded: elements share memory, and nothing may write there. Other overlaps are not looked for, as in PyTorch.
+        self.overlaps = any(step == 0 and n > 1 for n, step in zip(shape, strides, strict=True)) and 0 not in shape
         # Only here, where an array is about to be made: the import registers the device with PyTorch.
         from headwise.backends.webgpu.torch_device import DEVICE
 

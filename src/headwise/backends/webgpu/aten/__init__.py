@@ -15,15 +15,18 @@ from headwise.backends.webgpu.aten import (
     pointwise,
     products,
     random,
+    recurrent,
     reductions,
     resampling,
     rows,
+    sorting,
     views,
     wide,
+    writing,
 )
 from headwise.backends.webgpu.aten.rest import missing
 
 __all__ = [
     "convolutions", "indexing", "loading", "making", "missing", "optimizers", "pointwise", "products", "random",
-    "reductions", "resampling", "rows", "views", "wide",
+    "recurrent", "reductions", "resampling", "rows", "sorting", "views", "wide", "writing",
 ]  # fmt: skip

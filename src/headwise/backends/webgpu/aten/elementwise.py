@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,15 @@ def kind_of(dtype: torch.dtype) -> str:
     """The kind of number that a dtype is computed in."""
     name = name_of(dtype)
     return {"i64": "l", "bool": "b"}.get(name, "f" if "f" in name else "i")
+
+
+def check_written(x: Any) -> None:
+    """An error if elements of an array that is to be written share memory."""
+    if x._layout.overlaps:
+        raise RuntimeError(
+            f"headwise: a tensor of shape {tuple(x.shape)} and strides {tuple(x.stride())} is written in place, and more "
+            "than one element of it refers to a single memory location, as in expanded tensors. clone() it first"
+        )
 
 
 def compute(

@@ -1,18 +1,17 @@
-"""Elements by number: gather, index, scatter and their kin (``wgsl/gather.wgsl``, ``wgsl/scatter.wgsl``), and embeddings.
+"""Elements by number: gather, index and their kin (``wgsl/gather.wgsl``), and embeddings.
 
-A number out of range is loud where it is read: NaN, or the lowest whole number. What would be written there is left out.
+A number out of range is loud: NaN, or the lowest whole number. Only x[…] counts negative numbers from the end.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
-from headwise.backends.webgpu import copies, embedding
+from headwise.backends.webgpu import embedding
 from headwise.backends.webgpu.array import OPERATORS, Array, array
 from headwise.backends.webgpu.aten import elementwise
 from headwise.backends.webgpu.device import Device
@@ -22,22 +21,53 @@ from headwise.backends.webgpu.storage import Region
 
 aten = torch.ops.aten
 
-_LOOKED_THROUGH = 64  # sources that an element looks through; sums of more floats are sorted first
-_MISSING = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x7FC0, torch.int32: 0x80000000}
+# The bits of what is not there; of 64 bits the upper word.
+_MISSING = {
+    torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x7FC0, torch.int32: 0x80000000,
+    torch.float64: 0x7FF80000, torch.int64: 0x80000000, torch.int16: 0x8000, torch.int8: 0x80,
+}  # fmt: skip
+
+
+def check_numbers(name: str, index: Any, vector: bool = False) -> None:
+    """An error if an index holds what are no whole numbers. vector: or if it has more than one dim."""
+    if index.numel() and index.dtype not in (torch.int64, torch.int32):
+        raise RuntimeError(f"{name}: the index is {index.dtype}; it needs to be int64 or int32")
+    if vector and index.dim() > 1:
+        raise IndexError(f"{name}: the index has shape {tuple(index.shape)}; it needs to be a vector")
+
+
+def check_sizes(name: str, x: Any, dim: int, index: Any, source: Any = None) -> None:
+    """An error if an index, or its source, has not the dims of x, or is larger than it may be."""
+    if index.numel() == 0:
+        return
+    for other, what in ((index, "index"), (source, "source")):
+        if other is not None and max(other.dim(), 1) != max(x.dim(), 1):
+            raise RuntimeError(
+                f"{name}: the {what} has {other.dim()} dims; it needs to have as many as self, {x.dim()}"
+            )
+    for d in range(x.dim() if index.dim() else 0):
+        if (d != dim and index.shape[d] > x.shape[d]) or (source is not None and index.shape[d] > source.shape[d]):
+            of_source = "" if source is None else f", and than the source {list(source.shape)}"
+            raise RuntimeError(
+                f"{name}: Expected index {list(index.shape)} to be no larger than self {list(x.shape)} apart from dimension "
+                f"{dim}{of_source}"
+            )
 
 
 def _gathered(device: Device, x: Region, *given: Any) -> Region:
-    """given: the indices, the shape of the result, the step in x of each of its dims, and (size, step) of each index."""
-    *indices, shape, steps, moves = given
+    """given: the indices, the shape of the result, the step in x of each of its dims, (size, step) of each index, and
+    whether negative numbers count from the end."""
+    *indices, shape, steps, moves, wraps = given
     y = device.empty(shape, x.dtype)
     if y.numel == 0:
         return y
     if x.numel == 0:
-        return copies.full(device, shape, math.nan if x.dtype.is_floating_point else 0, x.dtype)
+        raise IndexError(f"headwise: numbers {tuple(shape)} of elements of a tensor {x.shape}, which has none")
     merged_shape, merged = elementwise.merged(shape, [steps, *[i.expanded(shape).strides for i in indices]])
     kernel = device.kernel(
-        "gather", bytes=x.itemsize, indices=tuple(elementwise.name_of(i.dtype) for i in indices), dims=len(merged_shape)
-    )
+        "gather", bytes=x.itemsize, indices=tuple(elementwise.name_of(i.dtype) for i in indices), dims=len(merged_shape),
+        wraps=wraps,
+    )  # fmt: skip
     per_word = max(1, 4 // x.itemsize)
     parameters = [y.numel, _MISSING.get(x.dtype, 0)]
     for size, step in zip(merged_shape, merged[0], strict=True):
@@ -50,26 +80,31 @@ def _gathered(device: Device, x: Region, *given: Any) -> Region:
 
 
 def _gather(x: Array, dim: int, index: Array, *, sparse_grad: bool = False) -> Any:
+    check_numbers("gather", index)
+    check_sizes("gather", x, dim % max(x.dim(), 1), index)
+    if index.numel() == 0:
+        return x.new_empty(index.shape)
     if x.dim() == 0:
-        return x.expand(index.shape).clone()
+        return _gather(cast(Array, x.view(1)), 0, index)
     if index.dim() == 0:
         return _gather(x, dim, cast(Array, index.view(1))).view(())
     dim %= x.dim()
     steps = tuple(0 if d == dim else s for d, s in enumerate(x.stride()))
-    return replayed(_gathered, [x, index], tuple(index.shape), steps, ((x.shape[dim], x.stride(dim)),))
+    return replayed(_gathered, [x, index], tuple(index.shape), steps, ((x.shape[dim], x.stride(dim)),), False)
 
 
 def _index_select(x: Array, dim: int, index: Array) -> Any:
+    check_numbers("index_select", index, vector=True)
     if x.dim() == 0:
-        return x.clone()
+        return _index_select(cast(Array, x.view(1)), 0, index).view(())
     dim %= x.dim()
     shape = (*x.shape[:dim], index.numel(), *x.shape[dim + 1 :])
     steps = tuple(0 if d == dim else s for d, s in enumerate(x.stride()))
     placed = index.view(-1, *[1] * (x.dim() - dim - 1))
-    return replayed(_gathered, [x, placed], shape, steps, ((x.shape[dim], x.stride(dim)),))
+    return replayed(_gathered, [x, placed], shape, steps, ((x.shape[dim], x.stride(dim)),), False)
 
 
-def _whole(x: Array, indices: Sequence[Any]) -> list[Any]:
+def as_numbers(x: Array, indices: Sequence[Any]) -> list[Any]:
     """The indices of x[…] as whole numbers: masks become places, which have to be read back."""
     made: list[Any] = []
     for index in indices:
@@ -84,12 +119,14 @@ def _whole(x: Array, indices: Sequence[Any]) -> list[Any]:
                     f"the shape of the indexed tensor {list(x.shape)}"
                 )
             made += [array(part) for part in here.nonzero(as_tuple=True)]
+        elif index.dtype not in (torch.int64, torch.int32):
+            raise IndexError(f"tensors used as indices must be long, int, byte or bool tensors, and not {index.dtype}")
         else:
             made.append(array(index))
     return made + [None] * (x.dim() - len(made))
 
 
-def _indexed_shape(x: Any, indices: Sequence[Any]) -> tuple[tuple[int, ...], int, list[int], tuple[int, ...]]:
+def indexed_shape(x: Any, indices: Sequence[Any]) -> tuple[tuple[int, ...], int, list[int], tuple[int, ...]]:
     """Of x[…]: its shape, where the dims of the indices are in it, the dims that are indexed, the indices' common shape."""
     dims = [d for d, index in enumerate(indices) if index is not None]
     common = tuple(torch.broadcast_shapes(*[tuple(indices[d].shape) for d in dims]))
@@ -100,183 +137,21 @@ def _indexed_shape(x: Any, indices: Sequence[Any]) -> tuple[tuple[int, ...], int
 
 
 def _index(x: Array, indices: Sequence[Any]) -> Any:
-    whole = _whole(x, indices)
-    shape, first, dims, common = _indexed_shape(x, whole)
+    whole = as_numbers(x, indices)
+    shape, first, dims, common = indexed_shape(x, whole)
     rest = [x.stride(d) for d in range(x.dim()) if d not in dims]
     steps = (*rest[:first], *[0] * len(common), *rest[first:])
     after = len(shape) - first - len(common)
     placed = [whole[d].expand(common).view(*common, *[1] * after) if _dense(whole[d], common) else
               whole[d].expand(common).reshape(*common, *[1] * after) for d in dims]  # fmt: skip
-    return replayed(_gathered, [x, *placed], shape, steps, tuple((x.shape[d], x.stride(d)) for d in dims))
+    return replayed(_gathered, [x, *placed], shape, steps, tuple((x.shape[d], x.stride(d)) for d in dims), True)
 
 
 def _dense(index: Array, common: tuple[int, ...]) -> bool:
     return tuple(index.shape) == common
 
 
-# -------------------------------------------------------------------------------------------------------------- writing
-
-
-def _scattered(
-    device: Device, x: Region, keys: Region, source: Region, sizes: tuple[int, int, int, int], op: str, own: bool,
-    key_steps: tuple[int, ...], source_steps: tuple[int, ...],
-) -> Region:  # fmt: skip
-    """x contiguous; sizes: outer, size, inner, and how many sources there are for each outer and inner place."""
-    _, size, inner, length = sizes
-    y = device.empty(x.shape, x.dtype)
-    if y.numel == 0:
-        return y
-    x, keys, source = (copies.contiguous(device, r) for r in (x, keys, source))
-    kernel = device.kernel(
-        "scatter", dtype=elementwise.name_of(x.dtype), kind=elementwise.kind_of(x.dtype),
-        keys=elementwise.name_of(keys.dtype), op=op, own=own,
-    )  # fmt: skip
-    parameters = (y.numel, size, inner, length, *key_steps, *source_steps)
-    device.run(kernel, -(-y.numel // 1024), parameters, x=x, keys=keys, source=source, y=y)
-    return y
-
-
-def _number(like: Array, value: Any) -> Array:
-    return cast(Array, torch.full((1,), value, dtype=like.dtype, device=like.device))
-
-
-_OPS = {
-    None: "set",
-    "add": "add",
-    "sum": "add",
-    "multiply": "mul",
-    "prod": "mul",
-    "amax": "max",
-    "amin": "min",
-    "mean": "mean",
-}
-
-
-def _scatter(
-    x: Array, dim: int, index: Array, source: Any, *, reduce: str | None = None, include_self: bool = True
-) -> Any:
-    if index.numel() == 0:
-        return x.clone()
-    if x.dim() == 0:
-        flat = source.view(1) if isinstance(source, Array) else source
-        return _scatter(
-            cast(Array, x.view(1)), 0, cast(Array, index.view(1)), flat, reduce=reduce, include_self=include_self
-        ).view(())
-    dim %= x.dim()
-    part: Any = x
-    for d in range(x.dim()):
-        if d != dim:
-            if index.shape[d] > x.shape[d]:
-                raise RuntimeError(
-                    f"Expected index {list(index.shape)} to be no larger than self "
-                    f"{list(x.shape)} apart from dimension {dim}"
-                )
-            part = part.narrow(d, 0, index.shape[d])
-    outer, inner = math.prod(index.shape[:dim]), math.prod(index.shape[dim + 1 :])
-    length = index.shape[dim]
-    along = (length * inner, inner, 1)
-    if isinstance(source, Array):
-        if source.dtype != x.dtype:
-            raise RuntimeError(
-                f"scatter(): Expected self.dtype to be equal to src.dtype, but got {x.dtype} and {source.dtype}"
-            )
-        for d in range(x.dim()):
-            source = source.narrow(d, 0, index.shape[d])
-        source_steps = along
-    else:
-        source, source_steps = _number(x, source), (0, 0, 0)
-    sizes = (outer, x.shape[dim], inner, length)
-    made = replayed(_scattered, [part, index, source], sizes, _OPS[reduce], include_self, along, source_steps)
-    if tuple(part.shape) == tuple(x.shape):
-        return made
-    whole = x.clone()
-    target: Any = whole
-    for d in range(x.dim()):
-        if d != dim:
-            target = target.narrow(d, 0, index.shape[d])
-    target.copy_(made)
-    return whole
-
-
-def _scatter_add(x: Array, dim: int, index: Array, source: Array) -> Any:
-    return _scatter(x, dim, index, source, reduce="add")
-
-
-def _scatter_reduce(x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True) -> Any:
-    return _scatter(x, dim, index, source, reduce=reduce, include_self=include_self)
-
-
-def _along(x: Array, dim: int, index: Array, source: Array, op: str) -> Any:
-    """Into x along one dim, as one list of numbers says."""
-    if x.dim() == 0:
-        return _along(cast(Array, x.view(1)), 0, index, cast(Array, source.view(-1)), op).view(())
-    dim %= x.dim()
-    outer, inner, length = math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 :]), index.numel()
-    if length == 0:
-        return x.clone()
-    if op == "add" and length > _LOOKED_THROUGH and x.dtype.is_floating_point:
-        rows = source.movedim(dim, 0).reshape(length, -1)
-        summed = replayed(_summed_rows, [rows, index.view(-1)], x.shape[dim])
-        return x + summed.view(x.shape[dim], *x.shape[:dim], *x.shape[dim + 1 :]).movedim(0, dim)
-    source = cast(Array, source.expand(*x.shape[:dim], length, *x.shape[dim + 1 :]))
-    sizes = (outer, x.shape[dim], inner, length)
-    return replayed(_scattered, [x, index, source], sizes, op, True, (0, 1, 0), (length * inner, inner, 1))
-
-
-def _summed_rows(device: Device, rows: Region, ids: Region, count: int) -> Region:
-    keys = ids
-    return embedding.embedding_backward(device, (rows, keys, count, -1))
-
-
-def _index_add(x: Array, dim: int, index: Array, source: Array, *, alpha: float = 1) -> Any:
-    return _along(x, dim, index, source if alpha == 1 else cast(Array, source * alpha), "add")
-
-
-def _index_copy(x: Array, dim: int, index: Array, source: Array) -> Any:
-    return _along(x, dim, index, source, "set")
-
-
-def _index_fill(x: Array, dim: int, index: Array, value: Any) -> Any:
-    filled = value.expand(()) if isinstance(value, Array) else _number(x, value)
-    return _along(x, dim, index, cast(Array, filled.view([1] * x.dim())), "set")
-
-
-def _index_put(x: Array, indices: Sequence[Any], values: Array, accumulate: bool = False, unsafe: bool = False) -> Any:
-    whole = _whole(x, indices)
-    shape, first, dims, common = _indexed_shape(x, whole)
-    length = math.prod(common)
-    if length == 0 or x.numel() == 0:
-        return x.clone()
-    values = cast(Array, array(values).expand(shape))
-    # The indexed dims in front, as one; the others behind, as one.
-    others = [d for d in range(x.dim()) if d not in dims]
-    order = [*dims, *others]
-    size, inner = math.prod(x.shape[d] for d in dims), math.prod(x.shape[d] for d in others)
-    keys: Any = None
-    for d in dims:
-        index = whole[d].expand(common)
-        if len(dims) > 1:
-            index = torch.where(index < 0, index + x.shape[d], index)
-        keys = index if keys is None else keys * x.shape[d] + index
-    front = list(range(first, first + len(common)))
-    source = values.permute(*front, *[d for d in range(len(shape)) if d not in front]).reshape(length, inner)
-    rows = x.permute(order).reshape(size, inner)
-    flat = keys.reshape(length)
-    if accumulate:
-        made = _along(cast(Array, rows), 0, flat, cast(Array, source), "add")
-    else:
-        made = replayed(
-            _scattered, [rows, flat, source], (1, size, inner, length), "set", True, (0, 1, 0), (0, inner, 1)
-        )
-    back = [order.index(d) for d in range(x.dim())]
-    return made.view([x.shape[d] for d in order]).permute(back)
-
-
-def _masked_scatter(x: Array, mask: Array, source: Array) -> Any:
-    shape = torch.broadcast_shapes(tuple(x.shape), tuple(mask.shape))
-    whole: Any = mask.expand(shape).reshape(-1)
-    places = (whole.to(torch.int32).cumsum(0) - 1).clamp(min=0)
-    return torch.where(mask, source.reshape(-1)[places].view(shape), x)
+# -------------------------------------------------------------------------------------------------------- by what they hold
 
 
 def _nonzero(x: Array) -> Any:
@@ -295,10 +170,6 @@ def _flip(x: Array, dims: Sequence[int]) -> Any:
         backwards = torch.arange(x.shape[dim] - 1, -1, -1, device=x.device) if x.dim() else None
         made = made if backwards is None else _index_select(made, dim, cast(Array, backwards))
     return made if dims else x.clone()
-
-
-def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
 
 
 # ------------------------------------------------------------------------------------------------------------ embedding
@@ -324,18 +195,6 @@ def _embedding_gradient(device: Device, grad: Region, ids: Region, count: int, p
     return embedding.embedding_backward(device, (grad, ids, count, padding))
 
 
-_WRITERS: dict[str, Callable[..., Any]] = {
-    "scatter.src": _scatter, "scatter.value": _scatter, "scatter.reduce": _scatter, "scatter.value_reduce": _scatter,
-    "scatter_add": _scatter_add, "scatter_reduce.two": _scatter_reduce, "index_add": _index_add, "index_copy": _index_copy,
-    "index_fill.int_Scalar": _index_fill, "index_fill.int_Tensor": _index_fill, "index_put": _index_put,
-    "masked_scatter": _masked_scatter,
-}  # fmt: skip
-
-for _name, _function in _WRITERS.items():
-    _packet, _, _overload = _name.partition(".")
-    OPERATORS[getattr(getattr(aten, _packet), _overload or "default")] = _function
-    OPERATORS[getattr(getattr(aten, _packet + "_"), _overload or "default")] = _in_place(_function)
-
 OPERATORS |= {
     aten.gather.default: _gather,
     aten.nonzero.default: _nonzero,
@@ -344,8 +203,6 @@ OPERATORS |= {
     aten.index_select.default: _index_select,
     aten.index.Tensor: _index,
     aten._unsafe_index.Tensor: _index,
-    aten._index_put_impl_.default: _in_place(_index_put),
-    aten._unsafe_index_put.default: _index_put,
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
 }

@@ -9,9 +9,11 @@ from typing import Any, cast
 import torch
 
 from headwise.backends.webgpu import copies, runtime
-from headwise.backends.webgpu.array import OPERATORS, Array, array, uploaded
+from headwise.backends.webgpu.array import OPERATORS, Array, uploaded
 from headwise.backends.webgpu.aten import elementwise, wide
+from headwise.backends.webgpu.capture_errors import note_number
 from headwise.backends.webgpu.device import Device
+from headwise.backends.webgpu.mixed_devices import MixedDevices
 from headwise.backends.webgpu.recorder import replayed
 from headwise.backends.webgpu.storage import Region, contiguous_strides
 from headwise.backends.webgpu.torch_device import DEVICE, backward_in_this_thread, checked
@@ -98,6 +100,7 @@ def _fill_in_place(y: Array, value: Any) -> Array:
     if isinstance(value, torch.Tensor):
         if isinstance(value, Array):
             return cast(Array, y.copy_(value))
+        note_number("aten::fill_", value)
         value = value.item()
     kind = elementwise.kind_of(y.dtype)
     if kind == "b":
@@ -138,9 +141,12 @@ def copy_in_place(y: Any, x: Any, non_blocking: bool = False) -> Any:
     """``y.copy_(x)``, and so ``cache[:, :, 3:4] = x``; from and to the CPU, and to another dtype."""
     if not isinstance(y, Array):
         return y.copy_(x._read())
+    elementwise.check_written(y)
     if isinstance(x, Array):
         source = x if x.shape == y.shape else cast(Array, x.detach().expand(y.shape))
     else:
+        if x.numel() == 1:
+            note_number("aten::copy_", x)
         source = uploaded(x.detach().cpu().to(y.dtype).expand(y.shape))
     shared = y._storage is source._storage
     if shared and y._layout is source._layout:
@@ -148,6 +154,11 @@ def copy_in_place(y: Any, x: Any, non_blocking: bool = False) -> Any:
     # A kernel may not read a buffer that it writes.
     replayed(_copied_into, [y, source], shared)
     return y
+
+
+def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
+    """What `copy_in_place` is in a compiled graph."""
+    return torch.empty_like(x).copy_(source)
 
 
 def _copied_into(device: Device, y: Region, x: Region, copy_first: bool) -> tuple[()]:
@@ -216,14 +227,9 @@ def _item(x: Array) -> Any:
 def _cat(tensors: Any, dim: int = 0) -> Array:
     # Tensors of shape (0,) are left out, whatever the others' shapes are.
     # Autograd passes zeros for a part that nothing depends on; they are on meta where PyTorch does not know the device.
-    given = [
-        x
-        if isinstance(x, Array)
-        else _zero_in_place(empty(tuple(x.shape), x.dtype))
-        if x.is_meta
-        else array(x.detach())
-        for x in tensors
-    ]
+    if not all(isinstance(x, Array) or x.is_meta for x in tensors):
+        raise MixedDevices("cat")
+    given = [x if isinstance(x, Array) else _zero_in_place(empty(tuple(x.shape), x.dtype)) for x in tensors]
     kept = [x for x in given if tuple(x.shape) != (0,)]
     if not kept:
         return _clone(given[0])
@@ -337,6 +343,7 @@ OPERATORS |= {
     aten.zero_.default: _zero_in_place,
     aten.clone.default: _clone,
     aten.copy_.default: copy_in_place,
+    aten.copy.default: _copy,
     aten._to_copy.default: _to_copy,
     aten._local_scalar_dense.default: _item,
     aten.cat.default: _cat,

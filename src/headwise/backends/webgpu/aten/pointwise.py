@@ -12,6 +12,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dty
 from headwise.backends.webgpu.array import OPERATORS, Array, uploaded
 from headwise.backends.webgpu.aten import elementwise
 from headwise.backends.webgpu.aten.rules import RULES, Rule
+from headwise.backends.webgpu.capture_errors import note_number
 from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.recorder import replayed
 from headwise.backends.webgpu.storage import Region
@@ -69,6 +70,7 @@ class Pointwise:
                     form.append(None)
                 elif x.device.type == "cpu" and x.dim() == 0:
                     # A number with a dtype of its own, which takes part in type promotion as a tensor of no dims does.
+                    note_number(self.name, x)
                     arrays.append(uploaded(x.detach()))
                     form.append(None)
                 else:
@@ -87,6 +89,7 @@ class Pointwise:
         if self.in_place:
             if type(args[0]) is not Array:
                 raise RuntimeError(f"headwise: {self.name} would write into a tensor on the CPU from one on webgpu")
+            elementwise.check_written(args[0])
             of = args[0]._storage
             twins = tuple([x._storage is of for x in arrays])
         shape = (self, tuple(form))

@@ -6,6 +6,7 @@ to: there are none on this device, as PyTorch lets no Python code make one.
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 
 from headwise.backends.webgpu.array import OPERATORS, Array
 from headwise.backends.webgpu.aten import elementwise, making
+from headwise.backends.webgpu.aten.reductions import reduced
 from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.recorder import Drawn, replayed
 from headwise.backends.webgpu.storage import Region
@@ -64,6 +66,7 @@ def _launch(device: Device, y: Region, law: str) -> tuple[()]:
 
 def draw(y: Array, law: str, generator: Any, first: float, second: float = 0.0) -> Array:
     """Fill y with numbers of a law."""
+    elementwise.check_written(y)
     if y.numel():
         replayed(_launch, [y], law, scalars=Drawn.of(_Draw(law == "whole", generator, first, second)))
     return y
@@ -141,17 +144,48 @@ def _dropout(x: Array, p: float, train: bool | None) -> tuple[Array, Array]:
     return cast(Array, x * kept * (0.0 if p == 1 else 1 / (1 - p))), kept
 
 
+_NO_DRAW = torch.iinfo(torch.int64).min  # in place of a draw: out of range wherever it is used as an index
+
+
 def _multinomial(p: Array, count: int, replacement: bool = False, *, generator: Any = None) -> Any:
+    """Rows of which nothing can be drawn (an infinite, NaN or negative chance, or none above 0) give `_NO_DRAW`: to raise,
+    the chances would have to be read back at every draw. So do draws without replacement beyond what has a chance."""
+    if not p.dtype.is_floating_point:
+        raise RuntimeError(f"multinomial: the chances are {p.dtype}; they need to be floats")
+    if p.dim() not in (1, 2) or p.shape[-1] == 0 or count <= 0:
+        raise RuntimeError(
+            f"multinomial: {count} draws of chances of shape {tuple(p.shape)}; it needs one row or a matrix of rows that "
+            "are not empty, and at least one draw"
+        )
     if p.shape[-1] < count and not replacement:
-        raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples without replacement")
-    shape = (*p.shape[:-1], count, p.shape[-1]) if replacement and count > 1 else tuple(p.shape)
+        raise RuntimeError(
+            f"multinomial: {count} draws without replacement of {p.shape[-1]} chances; cannot sample n_sample > "
+            "prob_dist.size(-1) samples without replacement"
+        )
+    several = replacement and count > 1
+    shape = (*p.shape[:-1], count, p.shape[-1]) if several else tuple(p.shape)
     # The race of exponential clocks: the first to ring is a draw, the first few are draws without replacement.
     clocks = _exponential(making.empty(shape, torch.float32), generator=generator)
-    rates = p.float() if len(shape) == p.dim() else p.float().unsqueeze(-2)
-    race = rates / clocks
-    if replacement and count > 1:
-        return race.argmax(-1)
-    return race.argmax(-1, keepdim=True) if count == 1 else race.topk(count, -1).indices
+    race = replayed(_race, [cast(Array, p.unsqueeze(-2)) if several else p, clocks])
+    if several:
+        best, places = race.max(-1)
+    elif count == 1:
+        best, places = race.max(-1, keepdim=True)
+    else:
+        best, places = race.topk(count, -1)
+        best = torch.where(best[..., :1].isnan(), math.nan, best)  # of the whole row
+    return torch.where(best > 0, places, _NO_DRAW)
+
+
+def _race(device: Device, p: Region, clocks: Region) -> Region:
+    """How fast each entry is, in fractions of the likeliest; NaN, which wins, where a row or an entry is no chance."""
+    dim = len(p.shape) - 1
+    highest = reduced(device, p, [dim], "max", torch.float32, keepdim=True)
+    race = device.empty(clocks.shape, torch.float32)
+    inputs = {name: elementwise.Input(x, "f") for name, x in (("p", p), ("h", highest), ("c", clocks))}
+    fine = "p >= 0.0 && !is_nan(p) && h > 0.0 && !is_nan(h) && !is_inf(h)"
+    elementwise.compute(device, f"select(not_a_number(), p / h / c, {fine})", "f", inputs, race)
+    return race
 
 
 OPERATORS |= {

@@ -104,9 +104,20 @@ def _on_the_cpu(func: Any, args: Any, kwargs: Any) -> Any:
             return uploaded(x) if same is None else same
         return type(x)(back(y) for y in x) if isinstance(x, (list, tuple)) else x
 
-    versions = {key: cpu._version for key, (_, cpu) in copied.items()}
     made = func(*to_cpu(args), **{name: to_cpu(x) for name, x in kwargs.items()})
-    for key, (array, cpu) in copied.items():
-        if cpu._version != versions.get(key, 0):
-            array.copy_(cpu)
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            for x in given if isinstance(given, (list, tuple)) else [given]:
+                if isinstance(x, Array):
+                    _written_back(func, argument.name, x, copied[id(x)][1])
     return back(made)
+
+
+def _written_back(func: Any, name: str, x: Array, cpu: torch.Tensor) -> None:
+    if cpu.shape != x.shape:
+        raise RuntimeError(
+            f"headwise: {func} makes {name} {tuple(cpu.shape)}, and it was given {tuple(x.shape)}; a tensor on WebGPU keeps "
+            "its size, so pass one of that shape"
+        )
+    x.copy_(cpu)

@@ -1,4 +1,4 @@
-"""What works along a dim: softmax, layer norm, running sums, order; and triangles."""
+"""What works along a dim: softmax, layer norm, running sums; and triangles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from headwise.backends.webgpu.storage import Region
 aten = torch.ops.aten
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_FEW = 128  # elements that are picked one by one
 
 
 def _floats(name: str, x: Array) -> None:
@@ -242,52 +241,6 @@ def _scan(op: str) -> Callable[..., Any]:
     return run
 
 
-# ---------------------------------------------------------------------------------------------------------------- order
-
-
-def _ordered(device: Device, x: Region, dim: int, count: int, descending: bool) -> Region:
-    rows = copies.contiguous(device, _last(x, dim))
-    width = x.shape[dim]
-    lines = x.numel // width
-    mode = "rank" if count == width else "pick"
-    kind = elementwise.kind_of(x.dtype)
-    kernel = device.kernel(
-        "order", x=elementwise.name_of(x.dtype), kind="i" if kind == "b" else kind, descending=descending, mode=mode
-    )
-    places = device.empty((*rows.shape[:-1], count), torch.int64)
-    groups = -(-lines * width // 256) if mode == "rank" else lines
-    device.run(kernel, groups, (lines, width, count, width, 1), x=rows, places=places)
-    return _first(places, dim)
-
-
-def _sorted(x: Array, dim: int, count: int, descending: bool) -> Any:
-    if x.dim() == 0:
-        return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
-    dim %= x.dim()
-    if x.numel() == 0 or count == 0:
-        shape = (*x.shape[:dim], count, *x.shape[dim + 1 :])
-        return x.new_empty(shape), torch.zeros(shape, dtype=torch.int64, device=x.device)
-    places = replayed(_ordered, [x], dim, count, descending)
-    return x.gather(dim, places), places
-
-
-def _sort(x: Array, dim: int = -1, descending: bool = False) -> Any:
-    return _sorted(x, dim, x.shape[dim] if x.dim() else 1, descending)
-
-
-def _stable_sort(x: Array, *, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
-    return _sort(x, dim, descending)
-
-
-def _topk(x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    if x.dim() and not 0 <= k <= x.shape[dim]:
-        raise RuntimeError("selected index k out of range")
-    if x.dim() == 0 or k <= _FEW:
-        return _sorted(x, dim, k, largest)
-    values, places = _sort(x, dim, largest)
-    return values.narrow(dim, 0, k).contiguous(), places.narrow(dim, 0, k).contiguous()
-
-
 # ------------------------------------------------------------------------------------------------------------ triangles
 
 
@@ -320,9 +273,6 @@ OPERATORS |= {
     aten.cumprod.default: _scan("prod"),
     aten.cumsum_.default: _in_place(_scan("sum")),
     aten.cumprod_.default: _in_place(_scan("prod")),
-    aten.sort.default: _sort,
-    aten.sort.stable: _stable_sort,
-    aten.topk.default: _topk,
     aten.tril.default: _TRIANGLES["tril"],
     aten.triu.default: _TRIANGLES["triu"],
     aten.tril_.default: _in_place(_TRIANGLES["tril"]),

@@ -4,9 +4,9 @@
 //   index0 … whole numbers (int64, int32 or bytes), broadcast over y
 //   y        contiguous: its place (c0, c1, …) gives the place in x by strides, and each index moves it by its step
 //
-// A number out of range gives `missing`, all bits.
+// A number out of range gives `missing`, which are the bits of an element (of 64 bits the upper word; the lower one is 0).
 //
-// variables: bytes (of an element), indices (dtype of each), dims
+// variables: bytes (of an element), indices (dtype of each), dims, wraps (negative numbers count from the end)
 {% import "numbers.wgsl" as numbers with context %}
 {% set bits = 8 * bytes %}
 {% set per_word = 4 // bytes if bytes < 4 else 1 %}
@@ -42,12 +42,14 @@ fn element(at: u32) -> {{ "vec2<u32>" if bytes == 8 else "u32" }} {
 {% else %}
         var number = {{ numbers.taken("raw", dtype, "i") }};
 {% endif %}
+{% if wraps %}
         if (number < 0) { number += i32(params.size{{ i }}); }
+{% endif %}
         if (number < 0 || number >= i32(params.size{{ i }})) { inside = false; }
         place += u32(max(number, 0)) * params.step{{ i }};
     }
 {% endfor %}
-    if (!inside) { return {{ "vec2<u32>(params.missing)" if bytes == 8 else "params.missing" }}; }
+    if (!inside) { return {{ "vec2<u32>(0u, params.missing)" if bytes == 8 else "params.missing" }}; }
     return load_x(place);
 }
 

@@ -35,7 +35,8 @@ fn chance(word: u32) -> f32 { return (f32(word >> 8u) + 1.0) * 5.960464477539062
 {% elif law == "normal" %}
     let number{{ j }} = all[{{ j }}];
 {% elif law == "exponential" %}
-    let number{{ j }} = -log_of(chance(words[{{ j }}])) / params.scalar4;
+    // Above zero: a clock of no time would ring for what has no chance.
+    let number{{ j }} = max(-log_of(chance(words[{{ j }}])), 5.9604644775390625e-8) / params.scalar4;
 {% elif law == "bernoulli" %}
     let number{{ j }} = select(0.0, 1.0, fraction(words[{{ j }}]) < params.scalar4);
 {% else %}

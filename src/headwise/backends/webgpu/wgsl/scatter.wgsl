@@ -1,24 +1,66 @@
-// y[…, index, …] = (or +=, …) source: every element of y looks for the sources that name it, in their order, so that the
-// result is the same every time and elements that share a word do not meet.
+// y[…, index, …] = (or +=, …) source: every element of y takes the sources that name it, in their order, so that the result is
+// the same every time and elements that share a word do not meet.
 //
 //   y       contiguous (n0 …): what was there before is in `x`, contiguous, too
-//   keys    (outer, length, inner), where y is (outer, size, inner): in which of `size` places each source goes
-//   source  the same, or one element
+//   source  (outer, length, inner), where y is (outer, size, inner), or one element: steps of 0 broadcast it
 //
-// Steps of 0 broadcast keys and source.
+// How an element finds its sources:
 //
-// variables: dtype, kind, keys (dtype), op ("set", "add", "mul", "max", "min", "mean"), own (does x take part?)
+//   "look"    it looks at all keys (outer, length, inner): in which of `size` places each source goes
+//   "last"    it takes one, whose place along `length` is one less than in `last`; see scatter_targets.wgsl
+//   "sorted"  it finds them among `sources`, whose elements are `targets`, sorted
+//
+// variables: dtype, kind, how, keys (dtype, or ""), wraps (negative keys count from the end), shared (keys, last, targets and
+// sources have no outer and inner dims), op ("set", "add", "mul", "max", "min", "mean"), own (does x take part?)
 {% import "numbers.wgsl" as numbers with context %}
 {% set T = numbers.TYPES[kind] %}
 {% set width = {"i64": 1, "i16": 2}.get(dtype, 4) %}
 {{ input("x", numbers.stored(dtype), 1) }}
-{{ input("keys", numbers.stored(keys), 1) }}
+{% if how == "look" %}
+{{ input("keys", keys, 1) }}
+{% elif how == "last" %}
+{{ input("last", "u32", 1) }}
+{% else %}
+{{ input("targets", "u32", 1) }}
+{{ input("sources", "u32", 1) }}
+{% endif %}
 {{ input("source", numbers.stored(dtype), 1) }}
 {{ output("y", numbers.stored(dtype), width) }}
-{{ params("count: u32, size: u32, inner: u32, length: u32, keys_outer: u32, keys_along: u32, keys_inner: u32, of_outer: u32, of_along: u32, of_inner: u32") }}
+{{ params("count: u32, size: u32, inner: u32, length: u32, keys_outer: u32, keys_along: u32, keys_inner: u32, of_outer: u32, of_along: u32, of_inner: u32, sources_count: u32") }}
 
 // the functions that are used
 
+{% if how == "sorted" %}
+// The first of the sorted sources of an element, or of what comes after it.
+fn first_of(element: u32) -> u32 {
+    var low = 0u;
+    var high = params.sources_count;
+    while (low < high) {
+        let middle = low + (high - low) / 2u;
+        if (load_targets(middle) < element) { low = middle + 1u; } else { high = middle; }
+    }
+    return low;
+}
+
+{% endif %}
+{% macro taken_from(j) %}
+        let raw_source = load_source(outer * params.of_outer + {{ j }} * params.of_along + inner * params.of_inner);
+        let source = {{ numbers.taken("raw_source", dtype, kind) }};
+{% if op == "set" %}
+        value = source;
+{% else %}
+        {{ "" if own else "if (met == 0u) { value = source; } else " }}{
+{% if op in ("add", "mean") %}
+            value = {{ "long_add(value, source)" if kind == "l" else "value || source" if kind == "b" else "value + source" }};
+{% elif op == "mul" %}
+            value = {{ "long_mul(value, source)" if kind == "l" else "value && source" if kind == "b" else "value * source" }};
+{% else %}
+            value = {{ ("long_%s" % op if kind == "l" else "%s_of" % op if kind == "f" else op) }}(value, source);
+{% endif %}
+        }
+{% endif %}
+        met += 1u;
+{% endmacro %}
 fn result_of(at: u32) -> {{ T }} {
     let i = min(at, params.count - 1u);
     let inner = i % params.inner;
@@ -27,27 +69,27 @@ fn result_of(at: u32) -> {{ T }} {
     let raw = load_x(i);
     var value = {{ numbers.taken("raw", dtype, kind) }};
     var met = 0u;
+{% if how == "look" %}
     for (var j = 0u; j < params.length; j++) {
-        let raw_key = load_keys(outer * params.keys_outer + j * params.keys_along + inner * params.keys_inner);
-        var key = {{ numbers.taken("raw_key", keys, "i") }};
+        var key = load_keys(outer * params.keys_outer + j * params.keys_along + inner * params.keys_inner);
+{% if wraps %}
         if (key < 0) { key += i32(params.size); }
+{% endif %}
         if (key != i32(place)) { continue; }
-        let raw_source = load_source(outer * params.of_outer + j * params.of_along + inner * params.of_inner);
-        let source = {{ numbers.taken("raw_source", dtype, kind) }};
-{% if not own %}
-        if (met == 0u) { value = source; met = 1u; continue; }
-{% endif %}
-{% if op == "set" %}
-        value = source;
-{% elif op in ("add", "mean") %}
-        value = {{ "long_add(value, source)" if kind == "l" else "value || source" if kind == "b" else "value + source" }};
-{% elif op == "mul" %}
-        value = {{ "long_mul(value, source)" if kind == "l" else "value && source" if kind == "b" else "value * source" }};
-{% else %}
-        value = {{ ("long_%s" % op if kind == "l" else "%s_of" % op if kind == "f" else op) }}(value, source);
-{% endif %}
-        met += 1u;
+{{ taken_from("j") }}
     }
+{% elif how == "last" %}
+    let last = load_last({{ "place" if shared else "i" }});
+    if (last > 0u) {
+{{ taken_from("(last - 1u)") }}
+    }
+{% else %}
+    let element = {{ "place" if shared else "i" }};
+    for (var k = first_of(element); k < params.sources_count && load_targets(k) == element; k++) {
+        let j = {{ "load_sources(k)" if shared else "load_sources(k) / params.inner % params.length" }};
+{{ taken_from("j") }}
+    }
+{% endif %}
 {% if op == "mean" %}
     let sources = met{{ " + 1u" if own }};
     if (sources > 1u) { value = {{ {"f": "value / f32(sources)", "i": "int_floor_div(value, i32(sources))", "l": "long_floor_div(value, vec2<u32>(sources, 0u))"}[kind] }}; }

@@ -1,14 +1,16 @@
-// One pass of a stable radix sort of ids, each with its place: Satish, Harris and Garland, "Designing efficient sorting
-// algorithms for manycore GPUs", 2009. Three steps sort by one digit, the lowest digit first:
+// One pass of a stable radix sort of the keys of rows, each with its place: Satish, Harris and Garland, "Designing efficient
+// sorting algorithms for manycore GPUs", 2009. Three steps sort by one digit, the lowest digit first:
 //
-//   count    how often each digit occurs in each tile:     counts (digits, tiles)
-//   scan     how many keys come before them, in place:     counts (digits, tiles)
-//   scatter  keys and places (count) go where they belong: sorted_keys, sorted_places (count)
+//   count    how often each digit occurs in each tile of a row:      counts (rows, digits, tiles)
+//   scan     how many keys of the row come before them, in place:    counts (rows, digits, tiles)
+//   scatter  keys and places (rows, count) go where they belong:     sorted_keys, sorted_places (rows, count)
 //
-// The first pass turns ids into keys: an id that gets no gradient (outside the table, or the padding) becomes `classes`, larger
-// than all others. In a tile each of {{ threads }} threads has a run of {{ run }} neighbouring keys, which keeps the sort stable.
+// The first pass may turn ids into keys: an id that counts for nothing (outside the table, or the padding) becomes `classes`,
+// larger than all others. In a tile each of {{ threads }} threads has a run of {{ run }} neighbouring keys, which keeps the
+// sort stable.
 //
-// variables: step, ids ("" or their dtype: the first pass), bits (of a digit), threads, run
+// variables: step, ids ("" or their dtype: keys are made from them), placed (places come along; else they are 0, 1, …), bits (of
+// a digit), threads, run
 {% set digits = 2 ** bits %}
 {% if step != "scan" %}
 {% if ids %}
@@ -18,7 +20,7 @@
 {% endif %}
 {% endif %}
 {% if step == "scatter" %}
-{% if not ids %}
+{% if placed %}
 {{ input("places", "u32", 1) }}
 {% endif %}
 {{ input("counts", "u32", 1) }}
@@ -27,7 +29,7 @@
 {% else %}
 {{ output("counts", "u32", 1) }}
 {% endif %}
-{{ params("count: u32, tiles: u32, shift: u32, classes: u32, padding: i32") }}
+{{ params("rows: u32, count: u32, tiles: u32, shift: u32, classes: u32, padding: i32") }}
 
 {% if step != "scan" %}
 fn key_of(i: u32) -> u32 {
@@ -45,27 +47,29 @@ fn digit_of(key: u32) -> u32 { return (key >> params.shift) & {{ digits - 1 }}u;
 var<workgroup> occurrences: array<atomic<u32>, {{ digits }}>;
 
 @compute @workgroup_size({{ threads }}) {{ main() }}
-    let tile = workgroup;
-    if (tile >= params.tiles) { return; }
+    let row = workgroup / params.tiles;
+    let tile = workgroup % params.tiles;
+    if (row >= params.rows) { return; }
     if (thread < {{ digits }}u) { atomicStore(&occurrences[thread], 0u); }
     workgroupBarrier();
     for (var i = thread; i < {{ threads * run }}u; i += {{ threads }}u) {
         let at = tile * {{ threads * run }}u + i;
-        if (at < params.count) { atomicAdd(&occurrences[digit_of(key_of(at))], 1u); }
+        if (at < params.count) { atomicAdd(&occurrences[digit_of(key_of(row * params.count + at))], 1u); }
     }
     workgroupBarrier();
-    if (thread < {{ digits }}u) { store_counts(thread * params.tiles + tile, atomicLoad(&occurrences[thread])); }
+    if (thread < {{ digits }}u) { store_counts((row * {{ digits }}u + thread) * params.tiles + tile, atomicLoad(&occurrences[thread])); }
 }
 {% elif step == "scan" %}
 var<workgroup> totals: array<u32, {{ threads }}>;
 
-// One workgroup; each thread adds up a range of its own.
-@compute @workgroup_size({{ threads }})
-fn main(@builtin(local_invocation_index) thread: u32) {
+// A workgroup for each row; each thread adds up a range of its own.
+@compute @workgroup_size({{ threads }}) {{ main() }}
+    if (workgroup >= params.rows) { return; }
     let entries = {{ digits }}u * params.tiles;
     let each = (entries + {{ threads - 1 }}u) / {{ threads }}u;
-    let first = min(thread * each, entries);
-    let end = min(first + each, entries);
+    let base = workgroup * entries;
+    let first = base + min(thread * each, entries);
+    let end = base + min((thread + 1u) * each, entries);
     var total = 0u;
     for (var i = first; i < end; i++) { total += load_counts(i); }
     totals[thread] = total;
@@ -89,15 +93,17 @@ fn main(@builtin(local_invocation_index) thread: u32) {
 var<workgroup> next: array<u32, {{ digits * (threads + 1) }}>;
 
 @compute @workgroup_size({{ threads }}) {{ main() }}
-    let tile = workgroup;
-    if (tile >= params.tiles) { return; }
+    let row = workgroup / params.tiles;
+    let tile = workgroup % params.tiles;
+    if (row >= params.rows) { return; }
     for (var digit = 0u; digit < {{ digits }}u; digit++) { next[digit * {{ threads + 1 }}u + thread] = 0u; }
     let first = (tile * {{ threads }}u + thread) * {{ run }}u;
     let end = min(first + {{ run }}u, params.count);
-    for (var i = first; i < end; i++) { next[digit_of(key_of(i)) * {{ threads + 1 }}u + thread] += 1u; }
+    let base = row * params.count;
+    for (var i = first; i < end; i++) { next[digit_of(key_of(base + i)) * {{ threads + 1 }}u + thread] += 1u; }
     workgroupBarrier();
     if (thread < {{ digits }}u) {
-        var before = load_counts(thread * params.tiles + tile);
+        var before = load_counts((row * {{ digits }}u + thread) * params.tiles + tile);
         for (var i = 0u; i < {{ threads }}u; i++) {
             let here = next[thread * {{ threads + 1 }}u + i];
             next[thread * {{ threads + 1 }}u + i] = before;
@@ -106,12 +112,12 @@ var<workgroup> next: array<u32, {{ digits * (threads + 1) }}>;
     }
     workgroupBarrier();
     for (var i = first; i < end; i++) {
-        let key = key_of(i);
+        let key = key_of(base + i);
         let slot = digit_of(key) * {{ threads + 1 }}u + thread;
         let to = next[slot];
         next[slot] = to + 1u;
-        store_sorted_keys(to, key);
-        store_sorted_places(to, {{ "i" if ids else "load_places(i)" }});
+        store_sorted_keys(base + to, key);
+        store_sorted_places(base + to, {{ "load_places(base + i)" if placed else "i" }});
     }
 }
 {% endif %}
