@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+
+from headwise.integrations import hub_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -105,6 +111,94 @@ def test_layers_have_no_state_of_their_own():
     for layer in vars(layers).values():
         assert layer.__init__ is nn.Module.__init__
         assert set(dir(layer)) - set(dir(nn.Module)) <= {"can_torch_compile", "has_backward"}
+
+
+def _decorated(name, pattern):
+    """What Transformers offers to kernels under a name."""
+    for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        found = re.findall(rf'hub\("{name}"\)\s*\n{pattern} (\w+)', file.read_text())
+        if found:
+            module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
+            yield from (getattr(module, attribute) for attribute in found)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "olmo2", "nemotron_h"])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_the_norm_has_the_dtype_of_the_module(name, dtypes):
+    """Some modules give the dtype of their input, some the wider one."""
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    (kind,) = (
+        value for key, value in vars(module).items() if key.endswith("RMSNorm") and value.__module__ == module.__name__
+    )
+    norm, x = kind(16).to(dtypes[0]), torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).to(dtypes[1])
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            own, ours = norm(x), hub_kernel.RMSNorm.forward(norm, x)
+        assert ours.dtype == own.dtype
+        torch.testing.assert_close(ours, own, rtol=2e-2, atol=2e-2)
+
+
+def test_another_activation_is_refused():
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    mlp = LlamaMLP(transformers.LlamaConfig(**sizes))
+    torch.testing.assert_close(hub_kernel.SwiGLU.forward(mlp, x), mlp(x))
+    for other in (
+        LlamaMLP(transformers.LlamaConfig(**sizes, hidden_act="gelu")),
+        Gemma2MLP(transformers.Gemma2Config(**sizes)),
+    ):
+        with pytest.raises(NotImplementedError, match=r"SwiGLU: act_fn is GELU.* needs to be silu"):
+            hub_kernel.SwiGLU.forward(other, x)
+
+
+@pytest.mark.slow
+def test_every_rotation_of_transformers():
+    """Computed as the model's own function does, in its dtype, or refused."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, angles = (torch.randn(shape, generator=generator) for shape in ((2, 4, 5, 8), (2, 2, 5, 8), (1, 5, 4)))
+    cos, sin = (torch.cat((x, x), -1) for x in (angles.cos(), angles.sin()))
+    refused, count = set(), 0
+    for function in _decorated("rotary_pos_emb", "def"):
+        for dtype in (torch.float32, torch.bfloat16):
+            given = (q.to(dtype), k.to(dtype), cos, sin)
+            try:
+                ours = hub_kernel.RotaryEmbedding.forward(function, *given)
+            except NotImplementedError as error:
+                refused.add((type(function).__module__.split(".")[-2], "does not rotate halves" in str(error)))
+                continue
+            own, count = function(*given), count + 1
+            for x, y in zip(own, ours, strict=True):
+                assert x.dtype == y.dtype
+                torch.testing.assert_close(
+                    x, y, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=2e-2 if dtype == torch.bfloat16 else 1e-5
+                )
+    assert count > 200
+    assert len(refused) < 8
+    assert all(named for _, named in refused)
+
+
+def test_rotations_that_are_others():
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as halves
+    from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as narrow
+
+    q, k, angles = torch.randn(1, 2, 5, 8).bfloat16(), torch.randn(1, 1, 5, 8).bfloat16(), torch.randn(1, 5, 4)
+    cos, sin = (torch.cat((x, x), -1) for x in (angles.cos(), angles.sin()))
+    for function in (halves, narrow):
+        own, ours = function(q, k, cos, sin), hub_kernel.RotaryEmbedding.forward(function, q, k, cos, sin)
+        assert [x.dtype for x in ours] == [x.dtype for x in own]
+        torch.testing.assert_close(ours, own, rtol=2e-2, atol=2e-2)
+
+    class Backwards(type(halves)):
+        def forward(self, q, k, cos, sin, unsqueeze_dim=1):
+            return super().forward(q, k, cos, -sin)
+
+    with pytest.raises(NotImplementedError, match="Backwards does not rotate halves"):
+        hub_kernel.RotaryEmbedding.forward(Backwards(), q, k, cos, sin)
+    with pytest.raises(NotImplementedError, match=r"cos has shape \(5, 8\)"):
+        hub_kernel.RotaryEmbedding()(q, k, cos[0], sin[0])
 
 
 def test_loaded_from_the_folder(folder):

@@ -69,6 +69,33 @@ def test_arrays_that_may_only_be_read_and_strided_ones():
     np.testing.assert_allclose(arrays.softmax(x[::2]), wanted[::2], rtol=1e-6)
 
 
+@pytest.mark.parametrize("backend", [name for name in RUNNABLE if name in ("cpu", "webgpu")])
+def test_arrays_that_lie_otherwise_in_memory(backend):
+    """Backwards, which PyTorch has no tensors for, and in the order of Fortran."""
+    q, k, v = draw(2, 4, 33, 16), draw(2, 2, 40, 16, seed=1), draw(2, 2, 40, 16, seed=2)
+    wanted = arrays.attention(q, k, v, causal=True, backend=backend)
+    columns = [np.asfortranarray(x) for x in (q, k, v)]
+    np.testing.assert_array_equal(arrays.attention(*columns, causal=True, backend=backend), wanted)
+    backwards = [x[::-1, ::-1, ::-1, ::-1].copy()[::-1, ::-1, ::-1, ::-1] for x in (q, k, v)]
+    assert all(stride < 0 for x in backwards for stride in x.strides)
+    np.testing.assert_array_equal(arrays.attention(*backwards, causal=True, backend=backend), wanted)
+    x = np.arange(6.0).reshape(2, 3)
+    np.testing.assert_array_equal(arrays.softmax(x[::-1], backend="cpu"), arrays.softmax(x, backend="cpu")[::-1])
+
+
+def test_numbers_of_numpy():
+    q, k, v = draw(1, 2, 9, 8), draw(1, 2, 9, 8, seed=1), draw(1, 2, 9, 8, seed=2)
+    got = arrays.attention(q, k, v, causal=np.bool_(True), window=(np.int64(2), 0), scale=np.float32(0.25))
+    np.testing.assert_array_equal(got, arrays.attention(q, k, v, causal=True, window=(2, 0), scale=0.25))
+    assert (got != arrays.attention(q, k, v)).any()
+
+
+def test_masked_arrays_are_refused():
+    x = draw(4, 6)
+    with pytest.raises(TypeError, match=r"numpy\.ma\.MaskedArray is not supported.*filled"):
+        arrays.softmax(np.ma.masked_array(x, mask=x > 0))
+
+
 class Exported:
     """An array of a library that speaks DLPack, and no more."""
 

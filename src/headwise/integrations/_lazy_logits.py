@@ -3,10 +3,15 @@
 To the code of a model and its loss they are a tensor ``(..., V)``. `torch.nn.functional.cross_entropy` of them is
 `headwise.linear_cross_entropy`, which never has them as a whole. Reshaping, casting and a soft cap, as models do on the way
 there, are written down and not done. Whatever else asks for their values gets the real ones, with their gradient.
+
+They stand in the graph where the real ones would: their ``grad_fn`` is that of the linear layer, or of a step after it. So
+an `autograd.Function` that they are given to, module hooks among them, sends its gradient on to the layers below. The fused
+loss goes past them. It looks in the backward whether somebody waits for their gradient, and then computes it.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from typing import Any, NoReturn
@@ -19,9 +24,13 @@ from torch.utils._pytree import tree_map
 from headwise.ops import _autocast
 from headwise.ops.linear_cross_entropy import linear_cross_entropy
 
-_GETTERS = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda")
+_GETTERS = (
+    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "grad_fn", "is_leaf", "grad", "retains_grad",
+    "_backward_hooks", "_base",
+)  # fmt: skip
 _ABOUT = {getattr(Tensor, name).__get__ for name in _GETTERS} | {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, torch.is_floating_point,
+    Tensor.register_hook, Tensor.retain_grad,
 }  # fmt: skip
 _RESHAPED = ("view", "reshape", "flatten", "contiguous")
 _CAST = ("float", "to", "double", "type")
@@ -39,29 +48,53 @@ class LazyLogits(Tensor):
     source: LazyLogits | None  # of which this is one step
     step: Any  # source's values to this one's
     arithmetic: tuple[tuple[str, Any], ...]  # all steps that change values other than by rounding
+    passed: bool  # the source, as somebody's autograd.Function returned it: its backward has to run
     built: Tensor | None  # the values, once they were read
 
     @staticmethod
     def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LazyLogits:
-        return _make(hidden, weight, bias, hidden.new_empty(0), (*hidden.shape[:-1], weight.shape[0]))
+        logits: LazyLogits = _Linear.apply(hidden, weight, bias)
+        logits.hidden, logits.weight, logits.bias = hidden, weight, bias
+        logits.versions = (hidden._version, weight._version)
+        logits.source, logits.step, logits.arithmetic, logits.passed, logits.built = None, None, (), False, None
+        return logits
+
+    def then(self, step: Any, like: Tensor) -> LazyLogits:
+        """One step later; ``like`` has its shape and dtype."""
+        logits: LazyLogits = _Step.apply(self, step, like)
+        logits.hidden, logits.weight, logits.bias, logits.versions = self.hidden, self.weight, self.bias, self.versions
+        logits.source, logits.step, logits.arithmetic = self, step, self.arithmetic
+        logits.passed, logits.built = False, None
+        return logits
+
+    def chain(self) -> list[LazyLogits]:
+        """Itself, its source, and so on."""
+        return [self] if self.source is None else [self, *self.source.chain()]
 
     def was_read(self) -> bool:
-        return self.built is not None or (self.source is not None and self.source.was_read())
+        return any(logits.built is not None for logits in self.chain())
 
     def read(self) -> Tensor:
         """The real logits."""
-        if self.built is None:
+        # Within a Function's forward what it returns is not yet in the graph.
+        if self.built is None or (self.requires_grad and not self.built.requires_grad):
             with torch.enable_grad():
-                self.built = self.step(self.source.read()) if self.source is not None else self._linear()
+                if self.source is None or self.passed or _awaited(self):
+                    self.built = _Values.apply(self)
+                else:
+                    self.built = self.step(self.source.read())
         return self.built
 
-    def _linear(self) -> Tensor:
+    def values(self) -> Tensor:
+        """The real logits without a graph."""
+        if self.source is not None:
+            return self.step(self.source.read().detach())
         if self.versions != (self.hidden._version, self.weight._version):
             raise RuntimeError(
                 "headwise: the logits of a training step are read after the weights were changed; read them before the "
                 "optimizer's step, or call unpatch(model)"
             )
-        return functional.linear(self.hidden, self.weight, self.bias)
+        return functional.linear(self.hidden.detach(), self.weight.detach(), self.bias)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,15 +116,93 @@ class LazyLogits(Tensor):
         raise NotImplementedError(f"headwise: {func} was called on logits that were not computed; call unpatch(model)")
 
 
-def _make(hidden: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> LazyLogits:
-    asked = any(x is not None and x.requires_grad for x in (hidden, weight, bias))
-    logits: LazyLogits = Tensor._make_wrapper_subclass(
-        LazyLogits, shape, dtype=like.dtype, device=hidden.device, requires_grad=asked
-    )
-    logits.hidden, logits.weight, logits.bias = hidden, weight, bias
-    logits.versions = (hidden._version, weight._version)
-    logits.source, logits.step, logits.arithmetic, logits.built = None, None, (), None
+def _without_memory(shape: tuple[int, ...], like: Tensor, device: torch.device) -> LazyLogits:
+    logits: LazyLogits = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=like.dtype, device=device)
     return logits
+
+
+class _Linear(torch.autograd.Function):
+    """The place of the linear layer in the graph. Its backward has something to do where the logits had a reader."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LazyLogits:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight)
+        return _without_memory((*hidden.shape[:-1], weight.shape[0]), hidden, hidden.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None
+        hidden, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        dhidden = grad @ weight if ctx.needs_input_grad[0] else None
+        dweight = rows.t() @ hidden.reshape(-1, hidden.shape[-1]) if ctx.needs_input_grad[1] else None
+        return dhidden, dweight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+class _Step(torch.autograd.Function):
+    """The place of one step in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, source: LazyLogits, step: Any, like: Tensor) -> LazyLogits:
+        ctx.set_materialize_grads(False)
+        ctx.source, ctx.step = source, step
+        return _without_memory(tuple(like.shape), like, source.hidden.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None
+        with torch.enable_grad():
+            x = ctx.source.read().detach().requires_grad_()
+            (dx,) = torch.autograd.grad(ctx.step(x), x, grad)
+        return dx, None, None
+
+
+class _Values(torch.autograd.Function):
+    """Logits, computed."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: LazyLogits) -> Tensor:
+        return logits.values()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Fused(torch.autograd.Function):
+    """The fused loss as it is; in the backward, the gradient of the logits in its place if somebody waits for that."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, logits: LazyLogits, plain: Any) -> Tensor:
+        ctx.logits, ctx.plain = logits, plain
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if not any(map(_awaited, ctx.logits.chain())):
+            return grad, None, None
+        with torch.enable_grad():
+            x = ctx.logits.read().detach()
+            x = x.to(torch.promote_types(x.dtype, torch.float32)).requires_grad_()
+            loss = ctx.plain(x)
+            (dx,) = torch.autograd.grad(loss, x, grad.to(loss.dtype))
+        return None, dx.to(ctx.logits.dtype), None
+
+
+def _awaited(logits: LazyLogits) -> bool:
+    """Whether somebody waits for the gradient of these logits."""
+    hooks: dict[int, Any] = logits._backward_hooks or {}
+    return logits.retains_grad or not all(map(_is_signal, hooks.values()))
+
+
+def _is_signal(hook: Any) -> bool:
+    """Whether a hook is FSDP's: it wants to know that the backward begins, and passes on whatever it is given."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
 def _real(x: Any) -> Any:
@@ -100,6 +211,13 @@ def _real(x: Any) -> Any:
 
 def _step(func: Any, logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:
     """The result of one step that can be written down; None for any other."""
+    if not torch.is_grad_enabled():
+        # PyTorch asks for this where a Function returns what it was given, and then puts the Function behind it.
+        if func is Tensor.view_as and args == (logits,):
+            result = logits.then(lambda values: values.view_as(values), logits)
+            result.passed = True
+            return result
+        return None
     name = getattr(func, "__name__", "")
     arithmetic = _ARITHMETIC.get(name)
     if name not in _RESHAPED + _CAST and arithmetic is None:
@@ -113,10 +231,7 @@ def _step(func: Any, logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str
     like = func(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args, **kwargs)
     if not isinstance(like, Tensor) or like.shape[-1:] != logits.shape[-1:] or not like.is_floating_point():
         return None
-    result = _make(logits.hidden, logits.weight, logits.bias, like, tuple(like.shape))
-    result.versions, result.source = logits.versions, logits
-    result.step = lambda values: func(values, *args, **kwargs)
-    result.arithmetic = logits.arithmetic
+    result = logits.then(lambda values: func(values, *args, **kwargs), like)
     if arithmetic is not None:
         result.arithmetic += ((arithmetic, args[0] if args else None),)
     return result
@@ -126,27 +241,29 @@ def _loss(*args: Any, **kwargs: Any) -> Tensor | None:
     """`linear_cross_entropy` in the place of cross_entropy; None if it has no argument for what is asked."""
     given = _CROSS_ENTROPY.bind(*args, **kwargs)
     given.apply_defaults()
-    asked = given.arguments
-    logits, target = asked["input"], asked["target"]
-    if not isinstance(logits, LazyLogits) or logits.was_read():
+    bound = given.arguments
+    logits, target = bound["input"], bound["target"]
+    if not isinstance(logits, LazyLogits) or logits.was_read() or any(x.passed for x in logits.chain()):
         return None
     if logits.dim() != 2 or target.shape != logits.shape[:1] or target.dtype != torch.int64:
         return (
             None  # classes in another dimension, probabilities as targets, or a mistake that PyTorch has the words for
         )
     known, softcap = _softcap(logits.arithmetic)
-    others = [name for name in ("weight", "size_average", "reduce") if asked[name] is not None]
+    others = [name for name in ("weight", "size_average", "reduce") if bound[name] is not None]
     if others or not known:
         what = f"cross_entropy with {others[0]}" if others else "the model's arithmetic on its logits"
         warnings.warn(f"headwise: {what} is not in linear_cross_entropy; the logits are built", stacklevel=3)
         return None
     loss = linear_cross_entropy(
-        logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.weight, target, asked["ignore_index"],
-        asked["reduction"], asked["label_smoothing"], softcap=softcap, bias=logits.bias,
+        logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.weight, target, bound["ignore_index"],
+        bound["reduction"], bound["label_smoothing"], softcap=softcap, bias=logits.bias,
     )  # fmt: skip
     # In float16 the loss could not be multiplied by the scale that its gradients need.
     under_autocast = _autocast.device_of((logits.hidden,)) is not None
-    return loss.to(torch.promote_types(logits.dtype, torch.float32) if under_autocast else logits.dtype)
+    loss = loss.to(torch.promote_types(logits.dtype, torch.float32) if under_autocast else logits.dtype)
+    fused: Tensor = _Fused.apply(loss, logits, lambda x: functional.cross_entropy(**{**bound, "input": x}))
+    return fused
 
 
 def _softcap(steps: tuple[tuple[str, Any], ...]) -> tuple[bool, float | None]:

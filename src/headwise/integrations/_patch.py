@@ -52,7 +52,7 @@ class Report(tuple[Row, ...]):
 
 
 def patch(model: nn.Module) -> Report:
-    """Swap what `explain` says; the rows are its own. Twice is as good as once."""
+    """Swap what `explain` says; the rows are its own. Idempotent."""
     found = _findings(model)
     for finding in found:
         for module, forward in finding.forwards:

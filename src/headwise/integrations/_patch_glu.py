@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from headwise.integrations import _patch_probe as probe
 from headwise.integrations._patch_probe import Finding, Forward
@@ -43,7 +45,8 @@ def find(path: str, module: nn.Module) -> Finding | None:
         return Finding(path, "glu", reason=reason)
     for roles in found:
         for activation in _matching(module, roles, linears, others):
-            return Finding(path, f"glu, {activation}", ((module, _forward(roles, activation)),))
+            forward = _unless_changed(_forward(roles, activation), _remembered(module, list(others)))
+            return Finding(path, f"glu, {activation}", ((module, forward),))
     return Finding(path, "glu", reason="its own forward is not down(f(gate(x)) * up(x)) for an f of hw.glu")
 
 
@@ -76,10 +79,70 @@ def _not_plain(linears: dict[str, nn.Module], others: dict[str, nn.Module]) -> s
     if len({p.dtype for child in linears.values() for p in child.parameters()}) > 1:
         return "its weights have several dtypes"
     for name, child in others.items():
-        hooked = child._forward_hooks or child._forward_pre_hooks or child._backward_hooks
-        if hooked and not isinstance(child, nn.Dropout):
+        if _hooked(child) and not isinstance(child, nn.Dropout):
             return f"{name} has hooks, which would not be called"
     return ""
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+class Part(NamedTuple):
+    """What decides the function that a gated MLP applies, as it was when the MLP was recognised."""
+
+    name: str
+    kind: type
+    values: tuple[tuple[str, Any], ...]  # of a module: its options; of a function: itself
+
+    def is_as_before(self, module: Any) -> bool:
+        part = module._modules.get(self.name)
+        if part is None:
+            part = module.__dict__.get(self.name)
+        if type(part) is not self.kind:
+            return False
+        if not isinstance(part, nn.Module):
+            return part is self.values[0][1]
+        return not _hooked(part) and all(_option(getattr(part, name, None)) == value for name, value in self.values)
+
+
+def _remembered(module: nn.Module, others: list[str]) -> list[Part]:
+    """Children without weights and functions of the module. By their options, so that a copy of the module has the same."""
+    parts = []
+    for name in others:
+        child = module._modules[name]
+        if not isinstance(child, nn.Dropout):  # is called, whatever it is
+            named = [(n, _option(v)) for n, v in vars(child).items() if n[0] != "_" and n != "training"]
+            values = [
+                (n, v) for n, v in named if v is None or callable(v) or isinstance(v, bool | int | float | str | tuple)
+            ]
+            parts.append(Part(name, type(child), tuple(values)))
+    for name, value in vars(module).items():
+        if name[0] != "_" and name != "forward" and callable(value):
+            parts.append(Part(name, type(value), ((name, value),)))
+    return parts
+
+
+def _option(value: Any) -> Any:
+    """Equal for the attributes of two copies of a module: those of its own methods and of partial functions are not."""
+    if isinstance(value, functools.partial):
+        return value.func, value.args, tuple(value.keywords.items())
+    return getattr(value, "__func__", value)
+
+
+def _unless_changed(ours: Forward, parts: list[Part]) -> Forward:
+    """The forward of the class where its activation was exchanged or has hooks by now."""
+
+    def forward(self: Any, *given: Tensor, **named: Tensor) -> Tensor:
+        if not _has_any_global_hook() and all(part.is_as_before(self) for part in parts):
+            out: Tensor = ours(self, *given, **named)
+        else:
+            out = type(self).forward(self, *given, **named)
+        return out
+
+    return forward
 
 
 def _forward(roles: Roles, activation: str) -> Forward:

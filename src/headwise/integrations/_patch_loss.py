@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from contextvars import ContextVar
 from typing import Any
 
@@ -93,7 +94,8 @@ def _head_forward() -> Forward:
     def forward(self: Any, *given: Tensor, **named: Tensor) -> Tensor:
         (hidden,) = (*given, *named.values())
         lazy = not torch.compiler.is_compiling() and _head.get() is self
-        if not lazy:
+        # Transforms of torch.func differentiate tensors of their own, behind the graph that lazy logits stand in.
+        if not lazy or torch._C._are_functorch_transforms_active() or _is_sharded_alone(self):
             return type(self).forward(self, hidden)
         tensors = _autocast.cast_operands(hidden, self.weight, self.bias)
         if any(x is not None and x.dtype != tensors[0].dtype for x in tensors):
@@ -101,3 +103,15 @@ def _head_forward() -> Forward:
         return LazyLogits.of(*tensors)
 
     return forward
+
+
+def _is_sharded_alone(head: nn.Module) -> bool:
+    """Whether the head was made an FSDP unit after the patch; `find` refuses one that was before."""
+    if not any(kind.__name__ == "FSDPModule" for kind in type(head).__mro__):
+        return False
+    warnings.warn(
+        "headwise: the head is an FSDP unit of its own, and its weight is gone when the loss is computed; the logits are "
+        "built. Leave the head to fully_shard(model) to have them not",
+        stacklevel=3,
+    )
+    return True

@@ -13,6 +13,8 @@ Tensors of PyTorch may stand beside arrays. There are no gradients: call the ``*
 from __future__ import annotations
 
 import functools
+import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +48,8 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
         found: list[Any] = []
 
         def read(x: Any) -> Any:
+            if _is_numpys(x, "generic"):  # a number: scale=np.float32(0.3)
+                return x.item()
             if isinstance(x, Tensor) or not hasattr(x, "__dlpack__"):
                 return x
             found.append(x)
@@ -62,14 +66,31 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensor_of(x: Any) -> Tensor:
-    """The array as a tensor that shares its memory. What may only be read is copied: tensors may be written to."""
-    flags = getattr(x, "flags", None)
-    if getattr(flags, "writeable", True) is False:
+    """The array as a tensor that shares its memory.
+
+    Copied is what may only be read (tensors may be written to), what lies backwards in memory (tensors never do), and what
+    is not contiguous in its last dim (the ops ask for that).
+    """
+    if _is_numpys(x, "ma.MaskedArray"):
+        raise TypeError(
+            f"headwise: {_kind(x)} is not supported, as its mask would be lost: give x.data or x.filled(…), and mask= to "
+            "attention"
+        )
+    flags, strides = getattr(x, "flags", None), getattr(x, "strides", None)
+    backwards = isinstance(strides, tuple) and any(stride < 0 for stride in strides)
+    if backwards or getattr(flags, "writeable", True) is False:
         x = x.copy()
     try:
-        return from_dlpack(x)
+        tensor = from_dlpack(x)
     except (BufferError, RuntimeError, TypeError) as error:
         raise TypeError(f"headwise: an array of {_kind(x)} cannot be read through DLPack: {error}") from error
+    return tensor if tensor.dim() == 0 or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _is_numpys(x: Any, name: str) -> bool:
+    """isinstance, without the import: of a class of NumPy where somebody has imported that."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(x, operator.attrgetter(name)(numpy))
 
 
 def array_like(y: Tensor, like: Any) -> Any:

@@ -13,7 +13,9 @@ from typing import Any
 VERSION = "2.8.3"  # the release whose functions these are
 FOREIGN = "flash_attn"
 OURS = "headwise.integrations.flash_attn"
-SUBMODULES = ("flash_attn_interface", "bert_padding", "layers", "layers.rotary")
+SUBMODULES = (
+    "flash_attn_interface", "bert_padding", "layers", "layers.rotary", "ops", "ops.triton", "ops.triton.rotary",
+)  # fmt: skip
 
 _displaced: dict[str, ModuleType] | None = None  # what was in sys.modules before; None: not installed
 

@@ -26,7 +26,7 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
+Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 def flash_attn_func(
@@ -41,7 +41,7 @@ def flash_attn_func(
     alibi_slopes       ``(Hq,)`` or ``(B, Hq)``: a bias of ``-slope · |p - j|``
     deterministic      False allows a faster backward whose sums come in any order, where there is one
     return_attn_probs  also the lse ``(B, Hq, Sq)``, and with dropout the probabilities ``(B, Hq, Sq, Sk)``, scaled so that
-                       the largest of a row is 1, and negative where they were dropped; without dropout None
+                       the largest of a row is 1, and negative where they were dropped; without dropout an empty ``(0,)``
     """
     q, k, v = _heads_first("flash_attn_func", q, k, v)
     left, right = window_of(causal, window_size)
@@ -58,7 +58,7 @@ def flash_attn_func(
     out = out.transpose(1, 2)
     if not return_attn_probs:
         return out
-    return out, lse, _dropped.signed_probs(q, k, alibi_slopes, (left, right), options) if dropout_p else None
+    return out, lse, _dropped.signed_probs(q, k, alibi_slopes, (left, right), options) if dropout_p else q.new_empty(0)
 
 
 def flash_attn_qkvpacked_func(
@@ -111,7 +111,7 @@ def flash_attn_varlen_func(
             return_lse=return_attn_probs, **options,
         )  # fmt: skip
         if not asks_for_probs:
-            return (*found, None) if isinstance(found, tuple) else found
+            return (*found, q.new_empty(0)) if isinstance(found, tuple) else found
 
     total, batch = q.shape[0], cu_seqlens_q.shape[0] - 1
     q = _packed.padded(q, cu_seqlens_q, max_seqlen_q).transpose(1, 2)
@@ -121,7 +121,9 @@ def flash_attn_varlen_func(
         pages = -(-max_seqlen_k // max(k.shape[1], 1))
         k, v = (_packed.from_pages(x, block_table[:batch, :pages]).transpose(1, 2) for x in (k, v))
     options |= {"q_lengths": _packed.lengths(cu_seqlens_q), "kv_lengths": _packed.lengths(cu_seqlens_k)}
-    probs = _dropped.signed_probs(q, k, alibi_slopes, (left, right), options) if asks_for_probs else None
+    probs = q.new_empty(0)
+    if asks_for_probs:
+        probs = _dropped.signed_probs(q, k, alibi_slopes, (left, right), options)
     if isinstance(found, tuple):
         return (*found, probs)
     if alibi_slopes is not None:
