@@ -132,32 +132,34 @@ def _orders(rows: list[Row]) -> str:
     return "Our backward sums in a fixed order, the default."
 
 
-def _plainly(group: str) -> str:
-    """A group in words, where its name in the suite says little."""
-    words = {"features": "masks", "host": "the host's part of small calls", "linear loss": "linear_cross_entropy"}
-    return words.get(group, group.replace(",", ""))
-
-
 def below_one(rows: list[Row]) -> str:
     """Every group in which a peer is faster in some case: the lowest ratio, by device and peer."""
-    lowest: dict[str, dict[str, dict[str, float]]] = {}
+    lowest: dict[str, dict[str, dict[str, Row]]] = {}
     for row in rows:
         if row["role"] == "peer" and row["ratio"]:
             of_peer = lowest.setdefault(_device(row), {}).setdefault(row["contender"], {})
-            of_peer[row["group"]] = min(of_peer.get(row["group"], math.inf), float(row["ratio"]))
+            of_peer[row["group"]] = min(of_peer.get(row["group"], row), row, key=lambda r: float(r["ratio"]))
     devices = []
     for device, peers in lowest.items():
-        told = [
-            f"{peer}: "
-            + ", ".join(f"{_plainly(group)} {ratio:.2f}" for group, ratio in sorted(below.items(), key=lambda x: x[1]))
-            for peer, groups in peers.items()
-            if (below := {group: ratio for group, ratio in groups.items() if round(ratio, 2) < 1})
-        ]
+        told = []
+        for peer, groups in peers.items():
+            below = [row for row in groups.values() if round(float(row["ratio"]), 2) < 1]
+            below.sort(key=lambda row: float(row["ratio"]))
+            if below:
+                told.append(f"{peer}: {', '.join(map(_plainly, below))}")
         if told:
             devices.append(f"On the {device.removesuffix(' Vulkan')}, {'; '.join(told)}.")
     if not devices:
         return "No peer is faster in any case."
     return "**Below 1×** in some case (the lowest of each group, both directions): " + " ".join(devices)
+
+
+def _plainly(row: Row) -> str:
+    """A group in words, with the op where it has several, and the ratio."""
+    words = {"features": "masks", "host": "host cost of small calls", "linear loss": "linear_cross_entropy"}
+    several = re.search(r"\bops\b|norms|host", row["group"])
+    op = f" ({re.split(r'[ ,]', row['case'])[0]})" if several else ""
+    return f"{words.get(row['group'], row['group'].replace(',', ''))}{op} {float(row['ratio']):.2f}"
 
 
 def _span(ratios: list[float]) -> str:
