@@ -116,8 +116,6 @@ def table(rows: list[Row]) -> str:
         "",
         "Their time over ours, lowest – highest of all cases in `bench/results` (above 1×, Headwise is faster), "
         f"measured {dates[0]} to {dates[-1]}. {_orders(rows)}",
-        "",
-        below_one(rows),
     ]
     return "\n".join(line.rstrip() for line in lines)
 
@@ -132,34 +130,52 @@ def _orders(rows: list[Row]) -> str:
     return "Our backward sums in a fixed order, the default."
 
 
-def below_one(rows: list[Row]) -> str:
-    """Every group in which a peer is faster in some case: the lowest ratio, by device and peer."""
-    lowest: dict[str, dict[str, dict[str, Row]]] = {}
+def below_one(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
+    """Where a peer is faster: for a device and a peer, the lowest row of each group, the lowest first."""
+    lowest: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
-        if row["role"] == "peer" and row["ratio"]:
-            of_peer = lowest.setdefault(_device(row), {}).setdefault(row["contender"], {})
-            of_peer[row["group"]] = min(of_peer.get(row["group"], row), row, key=lambda r: float(r["ratio"]))
-    devices = []
-    for device, peers in lowest.items():
-        told = []
-        for peer, groups in peers.items():
-            below = [row for row in groups.values() if round(float(row["ratio"]), 2) < 1]
-            below.sort(key=lambda row: float(row["ratio"]))
-            if below:
-                told.append(f"{peer}: {', '.join(map(_plainly, below))}")
-        if told:
-            devices.append(f"On the {device.removesuffix(' Vulkan')}, {'; '.join(told)}.")
-    if not devices:
+        if row["role"] == "peer" and row["ratio"] and round(float(row["ratio"]), 2) < 1:
+            groups = lowest.setdefault((_device(row).removesuffix(" Vulkan"), row["contender"]), {})
+            groups[row["group"]] = min(groups.get(row["group"], row), row, key=_ratio)
+    return {key: sorted(groups.values(), key=_ratio) for key, groups in lowest.items()}
+
+
+def below_one_in_short(rows: list[Row]) -> str:
+    """The lowest ratio to each peer."""
+    found = sorted(below_one(rows).items(), key=lambda item: _ratio(item[1][0]))
+    if not found:
         return "No peer is faster in any case."
-    return "**Below 1×** in some case (the lowest of each group, both directions): " + " ".join(devices)
+    of_cpu = {_device(row) for row in rows if row["device"] == "cpu"}
+    lowest = ", ".join(
+        f"{peer}{f' on {device}' if device in of_cpu else ''} {_ratio(row):.2f} ({_in_words_of(row)})"
+        for (device, peer), (row, *_) in found
+    )
+    return (
+        f"**Below 1×**, the lowest against each peer: {lowest} ([all groups](docs/speed.md#where-others-are-faster))."
+    )
+
+
+def below_one_table(rows: list[Row]) -> str:
+    lines = ["| Device | Peer | Lowest ratio of each group below 1× |", "| --- | --- | --- |"]
+    for (device, peer), of_groups in below_one(rows).items():
+        lines.append(f"| {device} | {peer} | {'; '.join(map(_plainly, of_groups))} |")
+    return "\n".join(lines)
+
+
+def _ratio(row: Row) -> float:
+    return float(row["ratio"])
 
 
 def _plainly(row: Row) -> str:
-    """A group in words, with the op where it has several, and the ratio."""
+    return f"{_in_words_of(row)} {_ratio(row):.2f}"
+
+
+def _in_words_of(row: Row) -> str:
+    """A group in words, with the op where it has several."""
     words = {"features": "masks", "host": "host cost of small calls", "linear loss": "linear_cross_entropy"}
     several = re.search(r"\bops\b|norms|host", row["group"])
-    op = f" ({re.split(r'[ ,]', row['case'])[0]})" if several else ""
-    return f"{words.get(row['group'], row['group'].replace(',', ''))}{op} {float(row['ratio']):.2f}"
+    op = f", {re.split(r'[ ,]', row['case'])[0]}" if several else ""
+    return f"{words.get(row['group'], row['group'].replace(',', ''))}{op}"
 
 
 def _span(ratios: list[float]) -> str:

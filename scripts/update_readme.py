@@ -273,11 +273,19 @@ def _span_of(values: list[Any]) -> str:
 def pages() -> dict[Path, str]:
     """Every page with tables of ours, as it should be."""
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("check-*.json"))]
-    summary = speed_summary.table(speed_summary.read(RESULTS))
+    of_summary = speed_summary.read(RESULTS)
+    summary = speed_summary.table(of_summary)
     hopper, cuda = (report.read_csv(RESULTS / f"{suite}-nvidia-h200.csv") for suite in ("hopper", "cuda"))
     sections = {
-        README: {"ops": ops_table(reports), "speed": summary},
-        SPEED_PAGE: {"summary": summary, "speed": speed_tables()},
+        README: {
+            "ops": ops_table(reports),
+            "speed": f"{summary}\n\n{speed_summary.below_one_in_short(of_summary)}",
+        },
+        SPEED_PAGE: {
+            "summary": summary,
+            "below": speed_summary.below_one_table(of_summary),
+            "speed": speed_tables(),
+        },
         TRITON_PAGE: {"host": host_table(cuda)},
         **{ROOT / "docs" / name: {"standing": hopper_table(hopper, d)} for d, name in HOPPER_PAGES.items()},
     }

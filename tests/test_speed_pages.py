@@ -87,10 +87,17 @@ def test_where_others_are_faster_is_worked_out_from_the_rows(scripts):
     ]  # fmt: skip
     assert (
         scripts[1]
-        .below_one(rows)
-        .endswith(": On the NVIDIA H200, FA4: attention D 64 0.91; PyTorch: host cost of small calls (softmax) 0.50.")
+        .below_one_in_short(rows)
+        .startswith(
+            "**Below 1×**, the lowest against each peer: PyTorch 0.50 (host cost of small calls, softmax), "
+            "FA4 0.91 (attention D 64) ("
+        )
     )
-    assert scripts[1].below_one([row()]) == "No peer is faster in any case."
+    assert scripts[1].below_one_table(rows).splitlines()[2:] == [
+        "| NVIDIA H200 | FA4 | attention D 64 0.91 |",
+        "| NVIDIA H200 | PyTorch | host cost of small calls, softmax 0.50 |",
+    ]
+    assert scripts[1].below_one_in_short([row()]) == "No peer is faster in any case."
 
 
 def test_the_note_on_older_rows_goes_with_them(scripts):
