@@ -11,15 +11,13 @@ from headwise import reference as oracle
 from headwise.ops.attention import unrounded, varlen
 
 SEED, CHANCE = 0x0123_4567_89AB_CDEF, 0.3
-PLACES = {
-    3: (2, 1, 0, 0),
-    5: (1, 3, 37, 90),
-}  # of batch entry, head, query and key; by how many numbers a seed has for it
+# Of batch entry, head, query and key; by how many numbers a seed has for it.
+PLACES = {3: (2, 1, 0, 0), 5: (1, 3, 37, 90), 6: (0, 2, 48, 16)}
 on_every_backend = pytest.mark.parametrize("backend", RUNNABLE)
 
 
 def seed_of(count, place, device):
-    return torch.tensor([SEED, *place][:count], device=device)
+    return torch.tensor([SEED, *place, 16][:count], device=device)
 
 
 def kept(place, batch, heads, rows, keys):
@@ -47,7 +45,8 @@ def test_which_entries_a_part_keeps(backend):
 def test_gradients_of_a_part(backend):
     """Those of a softmax that is multiplied with the entries of the larger call. A bias and a causal window beside it."""
     generator, device = torch.Generator().manual_seed(1), DEVICE[backend]
-    for count, place in PLACES.items():
+    for count in (5, 6):
+        place = PLACES[count]
         q, k, v, grad = (torch.randn(1, h, n, 16, generator=generator) for h, n in ((4, 70), (2, 90), (2, 90), (4, 70)))
         bias = torch.randn(1, 1, 70, 90, generator=generator)
         exact = [x.double().requires_grad_() for x in (q, k, v, bias)]
@@ -100,7 +99,7 @@ def test_sequences_of_a_part(backend):
         assert torch.allclose(ours.cpu(), other[9:, first:].cpu(), atol=1e-5)
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("count", [2, 3, 6])
 def test_a_public_seed_is_one_number(count):
     q, seed = torch.zeros(1, 1, 4, 8), torch.zeros(count, dtype=torch.int64)
     for run in (hw.attention, lambda *x, **flags: hw.attention_probs(*x[:2], **flags)):

@@ -88,7 +88,8 @@ class Dropping(NamedTuple):
 
     def at(self, device: torch.device, *first: int) -> dict[str, Any]:
         """first: numbers of the first batch entry and head, and of the first query and key if not 0."""
-        return {"dropout": self.rate, "seed": torch.tensor([self.seed, *first], device=device)}
+        aligned = (16,) if len(first) == 4 and not any(n % 16 for n in first[2:]) else ()
+        return {"dropout": self.rate, "seed": torch.tensor([self.seed, *first, *aligned], device=device)}
 
 
 class Options(NamedTuple):

@@ -38,7 +38,7 @@ def of_flags(flags: Flags, seed: Tensor | None) -> Dropout | None:
     if seed is None:
         return None
     number, *first = seed.reshape(-1).tolist()
-    return Dropout(number, flags.dropped_below, flags.kept_scale, *first)
+    return Dropout(number, flags.dropped_below, flags.kept_scale, *first[:4])
 
 
 def kept(dropout: Dropout, heads: int, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:

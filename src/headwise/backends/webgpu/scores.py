@@ -27,7 +27,7 @@ class Variant(NamedTuple):
     left: bool
     right: bool
     packed: bool
-    dropout: int = 0  # numbers that are there for it: 1, the seed; 3, 5: where the call lies, too (`SEED_NUMBERS`)
+    dropout: int = 0  # numbers that are there for it: 1, the seed; 3, 5, 6: where the call lies, too (`SEED_NUMBERS`)
     bias_width: int = 1  # biases of neighbouring keys that a kernel reads at once
 
 

@@ -174,8 +174,9 @@ def _dropout_rate(op: str, dropout: Any) -> float:
 
 
 # A call that is a part of a larger one drops what that drops: behind the seed there may be where its first batch entry and
-# head lie, and where its first query and key do. Kernels without these are compiled as if there were none. Not public.
-SEED_NUMBERS = (1, 3, 5)
+# head lie, and where its first query and key do; a sixth number says that both are multiples of 16, where kernels may share
+# counters. Kernels without these are compiled as if there were none. Not public.
+SEED_NUMBERS = (1, 3, 5, 6)
 
 
 def seed_beside(op: str, q: Any, dropout: Any, seed: Any) -> Any:

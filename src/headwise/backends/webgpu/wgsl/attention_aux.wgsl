@@ -3,7 +3,7 @@
 //   aux  (B, 4) as i32: keys (-1 if a length is invalid), queries, first key, 0; see `Extent` in scores.wgsl
 //        then (Hq) as f32: sinks; from seed_at on, two words each: the seed of dropout, and where the call lies
 //
-// variables: kv_lengths, q_lengths, kv_starts, sink (each "" or its dtype), seed (how many numbers: 0, 1, 3, 5)
+// variables: kv_lengths, q_lengths, kv_starts, sink (each "" or its dtype), seed (how many numbers: 0, 1, 3, 5, 6)
 {% set lengths = kv_lengths or q_lengths or kv_starts %}
 {% for name, dtype in (("kv_lengths", kv_lengths), ("q_lengths", q_lengths), ("kv_starts", kv_starts), ("sink", sink)) if dtype %}
 {{ input(name, dtype, 1) }}
