@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -133,7 +134,7 @@ def check_refusals(rank):
         q = distribute_tensor(x[:, :heads].contiguous(), mesh, placements)
         k = q if k is None else distribute_tensor(x, mesh, k)
         others = {name: distribute_tensor(y, mesh, places) for name, (y, places) in others.items()}
-        return lambda: hwd.context_parallel_attention(q, k, q, group, **others)
+        return partial(hwd.context_parallel_attention, q, k, q, group, **others)
 
     apart = Shard(0), Shard(2)
     refused(r"2 dimensions.*'data', 'context'.*needs one", attend(*apart, group=mesh), ValueError)
@@ -143,6 +144,10 @@ def check_refusals(rank):
     refused(r"Shard\(0\), Shard\(1\) or Replicate", attend(Shard(2), Shard(2)), ValueError)
     refused("k is a DTensor with placements .*as q on", attend(*apart, k=(Replicate(), Shard(2))), ValueError)
     refused("3 heads, sharded over 2", attend(Shard(1), Shard(2), heads=3), ValueError)
+    whole = attend(Replicate(), Shard(2))  # dropout counts batch entries and heads from the first of a rank
+    refused("dropout is 0.5 and q has placements", partial(attend(*apart), dropout=0.5), NotImplementedError)
+    plain = hw.attention(x, x, x, dropout=0.5, dropout_seed=3)
+    assert torch.allclose(whole(dropout=0.5, dropout_seed=3).full_tensor(), plain, atol=1e-5)
     sink = torch.ones(4), (Replicate(), Replicate())
     refused(r"sink is a DTensor.*needs \(Shard\(dim=0\)", attend(Shard(1), Shard(2), sink=sink), ValueError)
     rows = torch.ones(8, 8), (Replicate(), Replicate())

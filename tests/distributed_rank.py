@@ -26,8 +26,9 @@ from headwise.cases import attention as attention_cases
 from headwise.distributed import costs, groups, models
 
 SHORT = {"B": 2, "Hq": 4, "Hk": 2, "Sq": 67, "Sk": 67, "D": 16, "Dv": 16}
-FLAGS = ("causal", "window", "softcap", "scale", "kv_lengths", "q_lengths", "kv_starts")
+FLAGS = ("causal", "window", "softcap", "scale", "kv_lengths", "q_lengths", "kv_starts", "dropout", "dropout_seed")
 METHODS = ("ring", "gather", "ulysses")
+DROPOUT = {"dropout": 0.3, "dropout_seed": 2**40 + 7}
 CASES = {
     "full": {},
     "causal": {"causal": True, "Sq": 301, "Sk": 301, "B": 1},
@@ -57,6 +58,17 @@ CASES = {
     "no batch": {"B": 0, "sink": True, "bias": (1, 4, 1, 67)},
     "more ranks than key heads": {"Hq": 6, "Hk": 1, "causal": True},
     "uneven heads": {"Hq": 10, "Hk": 2, "causal": True, "sink": True},
+    "dropout": {**DROPOUT, "causal": True, "sink": True, "Sq": 141, "Sk": 141},
+    "dropout, more keys, window": {**DROPOUT, "Sk": 90, "window": (30, 3), "Hq": 6, "Hk": 1},
+    "dropout, lengths, bias": {
+        **DROPOUT,
+        "q_lengths": [50, 67],
+        "kv_lengths": [61, 30],
+        "kv_starts": [3, 0],
+        "bias": (67, 67),
+        "sink": True,
+    },
+    "dropout, documents": {**DROPOUT, "cu_seqlens": [0, 5, 5, 40, 41, 60], "causal": True, "B": 1, "sink": True},
 }
 
 
@@ -174,6 +186,20 @@ def check_no_batch(group, ranks):
         )
         (found[0] if return_lse else found).sum().backward()
         assert all(x.grad is not None and (x.grad == 0).all() for x in (q, sink, bias)), method
+
+
+def check_seeds(group, rank, ranks):
+    """Without a seed all ranks drop what rank 0 has drawn; a tensor is a seed, too. Another seed drops others."""
+    q = hwd.shard(torch.randn(1, 2, 9 * ranks, 8, generator=torch.Generator().manual_seed(1)), group, dim=2)
+    torch.manual_seed(0)
+    seed = torch.randint(0, 2**63 - 1, (1,))
+    for method in METHODS:
+        torch.manual_seed(rank)
+        run = partial(hwd.context_parallel_attention, q, q, q, group, method=method, dropout=0.4)
+        drawn = run()
+        assert torch.equal(drawn, run(dropout_seed=seed))
+        assert torch.equal(drawn, run(dropout_seed=int(seed)))
+        assert not torch.equal(drawn, run())
 
 
 def check_shards(group, rank, ranks):
@@ -322,7 +348,12 @@ def check_refusals(group, rank, ranks):
     refused(TypeError if last else ValueError, ["mask"], attention(mask=torch.ones(1) if last else None))
     refused(ValueError, ["window"], attention(window=(-3, 0) if last else None))
     total = 4 * ranks
-    refused(NotImplementedError, ["dropout"], attention(dropout=0.5))
+    refused(ValueError, ["dropout", "1.5"], attention(dropout=1.5))
+    refused(ValueError, ["dropout is 0.5 on rank 0"], attention(dropout=0.25 if last else 0.5))
+    refused(ValueError, ["dropout_seed is 3 on rank 0"], attention(dropout=0.5, dropout_seed=3 + last))
+    refused(ValueError, ["dropout_seed", "(3,)"], attention(dropout=0.5, dropout_seed=torch.ones(3).long()))
+    packs = {"cu_seqlens": torch.tensor([0, 4]), "dropout": 0.5}
+    refused(NotImplementedError, ["dropout", "batch of 1"], attention(torch.cat([x, x]), **packs))
     refused(ValueError, ["kv_lengths", "(3,)"], attention(kv_lengths=torch.tensor([3 - last])))
     refused(ValueError, ["q_lengths[0]", str(total)], attention(q_lengths=torch.tensor([total + 1])))
     refused(ValueError, ["cu_seqlens", "ends"], attention(cu_seqlens=torch.tensor([0, 3, 2])))
@@ -494,6 +525,7 @@ CHECKS = (
     check_attention,
     check_bits,
     check_no_batch,
+    check_seeds,
     check_cancelling,
     check_autocast,
     check_decode,

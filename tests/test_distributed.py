@@ -122,7 +122,7 @@ def _random_plan(draw):
         queries = keys
         ends = sorted(draw.randrange(0, keys + 1) for _ in range(draw.randrange(1, 9)))
         documents = [Segment(*pair) for pair in itertools.pairwise([0, *ends])]
-        regions = tuple(Region(document, document) for document in documents)
+        regions = tuple(Region(part, part, number=n) for n, part in enumerate(documents))
     elif draw.random() < 0.5:
         stop = draw.randrange(0, keys + 1)
         regions = (Region(Segment(0, draw.randrange(0, queries + 1)), Segment(draw.randrange(0, stop + 1), stop)),)
@@ -165,7 +165,7 @@ def test_pieces_are_what_can_be_seen():
             for owner in range(plan.ranks):
                 keys = [j for a, b in plan.of_k[owner] for j in range(a, b)]
                 seen = torch.zeros(len(queries), len(keys), dtype=torch.int)
-                for _, rows, columns, of_keys, (left, right) in pieces(plan, plan.of_q[rank], plan.of_k[owner]):
+                for _, rows, columns, of_keys, (left, right), _ in pieces(plan, plan.of_q[rank], plan.of_k[owner]):
                     part = seen[rows, columns]
                     part += visible_keys(
                         *part.shape, part.shape[0], 0, part.shape[1], -1 if left is None else left,
@@ -195,6 +195,21 @@ def test_pieces_are_what_can_be_seen():
             assert way.direct or gradient or max(sent) * 0.95 <= max(least), plan
         straight += way.direct
     assert 100 < straight < 500
+
+
+def test_pieces_know_where_they_lie():
+    """Their first query and key in the sequence, or in their document; their first batch entry, or the document's number."""
+    draw = random.Random(2)
+    for _ in range(200):
+        plan = _random_plan(draw)
+        for rank in range(plan.ranks):
+            mine = [i for a, b in plan.of_q[rank] for i in range(a, b)]
+            for piece in itertools.chain(*(pieces(plan, plan.of_q[rank], part) for part in plan.of_k)):
+                number, row, key = piece.first
+                region = plan.regions[number] if plan.packed else Region(Segment(0, 0), Segment(0, 0))
+                assert mine[piece.rows][0] == row + region.queries.start
+                assert piece.keys.start == key + region.keys.start
+                assert number == (piece.first[0] if plan.packed else piece.batch.start or 0)
 
 
 def test_blocks_go_no_further_than_they_are_seen():

@@ -19,9 +19,9 @@ __all__ = ["plain"]  # a fixture
 SPILLED = 64  # bytes of stack that a thread may have, as without dropout
 
 
-def launches(arch, dim, flags, *, dtype=BF16, packed=False, bias=False, key_heads=8):
+def launches(arch, dim, flags, *, dtype=BF16, packed=False, bias=False, key_heads=8, seed_numbers=1):
     """Everything that attention with dropout launches, both directions."""
-    seed = meta(1, dtype=torch.int64) if flags.dropout else None
+    seed = meta(seed_numbers, dtype=torch.int64) if flags.dropout else None
     shape, keys = ((2048, 8, dim), (2048, key_heads, dim)) if packed else ((2, 8, 1024, dim), (2, key_heads, 1024, dim))
     q, k, v = (meta(*x, dtype=dtype) for x in (shape, keys, keys))
     packing = Packing(meta(5, dtype=I32), meta(5, dtype=I32), 600, 600) if packed else None
@@ -37,14 +37,16 @@ DROPPING = FULL._replace(dropout=0.1)
 
 
 @pytest.mark.skipif(not TUNED, reason="other compilers may fold less")
+@pytest.mark.parametrize("seed_numbers", [1, slow(3), 6])
 @pytest.mark.parametrize("dim", [64, slow(128)])
-def test_one_call_of_philox_serves_eight_entries_of_a_thread(dim):
+def test_one_call_of_philox_serves_eight_entries_of_a_thread(dim, seed_numbers):
     """Two products for each of eight rounds, in two loops; the first two rounds multiply rows and keys by themselves.
 
-    Four entries where the tile is transposed. Without the sharing there would be sixteen products for every entry.
+    Four entries where the tile is transposed. Without the sharing there would be sixteen products for every entry. Three
+    numbers of a seed: a call of some heads of a larger one; six: of queries and keys from multiples of 16 on.
     """
     entries_of_a_call = {"_forward": 8, "backward_queries": 8, "backward_keys": 4}
-    for recorded, launch in launches("sm_90", dim, DROPPING):
+    for recorded, launch in launches("sm_90", dim, DROPPING, seed_numbers=seed_numbers):
         name, V = launch.kernel.__name__, launch.tail[-1]
         entries = V.QUERIES * V.KEYS // (32 * launch.options["num_warps"])
         products = len(re.findall(r"mul\.wide\.u32", recorded.compiled(launch).asm["ptx"]))
@@ -60,13 +62,14 @@ def test_dropout_keeps_to_the_registers(dim, flags, tmp_path):
 
 
 @pytest.mark.parametrize("arch", ["sm_90", *(slow(arch) for arch in TARGETS if arch != "sm_90")])
-@pytest.mark.parametrize("form", ["dense", slow("packed"), slow("bias"), slow("float32")])
+@pytest.mark.parametrize("form", ["dense", slow("packed"), slow("bias"), slow("float32"), slow("anywhere")])
 def test_dropout_fits_the_shared_memory(arch, form):
     given = {
         "packed": form == "packed",
         "bias": form == "bias",
         "dtype": F32 if form == "float32" else BF16,
         "key_heads": 2,
+        "seed_numbers": 5 if form == "anywhere" else 1,
     }
     names = assert_fits(launches(arch, 64, DROPPING, **given), arch)
     assert {"_forward", "backward_queries", "backward_keys"} <= names

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from headwise import layout as memory
 from headwise.distributed import costs, dtensors, ring, ulysses
-from headwise.distributed.blocks import Options, Plan, Region, length_of
+from headwise.distributed.blocks import Dropping, Options, Plan, Region, length_of
 from headwise.distributed.groups import (
     Description,
     Group,
@@ -56,7 +56,9 @@ def context_parallel_attention(
     kv_lengths, q_lengths, kv_starts   as in `attention`, of the whole sequence, the same on every rank
     cu_seqlens     ``(documents + 1,)`` ints, the same on every rank: the sequence is documents end to end, which see nothing
                    of each other; their borders may lie anywhere
-    other flags    as in `attention`, positions being those of the whole sequence; dropout is not there
+    dropout, dropout_seed   as in `attention` of the whole sequence, which drops the same entries; with cu_seqlens as in
+                   `attention_varlen`, in a batch of 1. Without a seed rank 0 draws one. It is read on the host
+    other flags    as in `attention`, positions being those of the whole sequence
 
     q, k and v may be DTensors, sharded along dimension 2 on the dimension of the mesh that group is, as in mesh["context"],
     and along dimension 0 or 1 or not at all on others; so are the results then. Other DTensors lie as q does, and the
@@ -80,13 +82,11 @@ def context_parallel_attention(
     values: dict[str, tuple[int, ...]] = {}
 
     def check() -> Description:
-        if dropout or dropout_seed is not None:
-            raise NotImplementedError(
-                f"{OP}: dropout is {dropout!r} with dropout_seed {dropout_seed!r}, and dropout is not there across ranks: "
-                "kernels count the positions of a block from its own start; it needs dropout=0"
-            )
         check_plain(OP, k=k, v=v, sink=sink, cu_seqlens=cu_seqlens, **scores, **lengths)
-        flags.append(_check(q, k, v, sink, method, layout, return_lse, causal, window, scale, softcap, deterministic))
+        flags.append(
+            _check(q, k, v, sink, method, layout, return_lse, causal, window, scale, softcap, deterministic, dropout)
+        )
+        seed = _seed(q, dropout, dropout_seed, cu_seqlens)
         _check_scores(q, scores)
         values.update(_check_lengths(q, lengths, cu_seqlens))
         if method == "ulysses" and cu_seqlens is not None and any(x is not None for x in scores.values()):
@@ -99,7 +99,9 @@ def context_parallel_attention(
             unrounded.attention(
                 *few, window=None, scale=flags[0].scale, softcap=softcap, deterministic=deterministic, backend=backend
             )
-        return _describe(q, k, v, sink, scores, values, flags[0], method, layout, return_lse, backend)
+        found = _describe(q, k, v, sink, scores, values, flags[0], method, layout, return_lse, backend)
+        same = {**found.same, "dropout_seed": None if dropout_seed is None else seed}
+        return Description(same, (*found.lengths, seed))
 
     told, number, one_host = agree(peers, check)
     of_q, of_k = (parts_of(OP, name, [x[n] for x in told], layout) for n, name in ((0, "q"), (1, "k and v")))
@@ -124,7 +126,8 @@ def context_parallel_attention(
     plan = Plan(
         peers.rank, of_q, of_k, flags[0].left, flags[0].right, regions, packed=cu_seqlens is not None
     )  # fmt: skip
-    options = Options(flags[0].scale, flags[0].softcap or None, flags[0].deterministic, backend)
+    dropping = Dropping(flags[0].dropout, told[0][-1]) if dropout else None  # the seed of rank 0, if each has drawn one
+    options = Options(flags[0].scale, flags[0].softcap or None, flags[0].deterministic, backend, dropping)
     if method == "auto":  # as for training: a forward without gradients may be computed again with them
         scored = any(x is not None for x in scores.values())
         method = costs.choose(costs.Sizes.of(q, k, v), plan, costs.machine_of(q.device, one_host), True, scored)
@@ -155,7 +158,7 @@ def _of_dtensors(
 
 def _check(
     q: Any, k: Any, v: Any, sink: Any, method: Any, layout: Any, return_lse: Any, causal: bool, window: Window,
-    scale: float | None, softcap: float | None, deterministic: bool,
+    scale: float | None, softcap: float | None, deterministic: bool, dropout: float,
 ) -> _arguments.Flags:  # fmt: skip
     _arguments.qkv(OP, q, k, v, 4, LETTERS)
     batch, heads, _, head_dim = q.shape
@@ -167,7 +170,21 @@ def _check(
     check_layout(OP, layout)
     if method not in METHODS:
         raise ValueError(f"{OP}: method is {method!r}; it needs to be one of {', '.join(map(repr, METHODS))}")
-    return _arguments.flags(OP, q, causal, window, scale, softcap, deterministic)
+    return _arguments.flags(OP, q, causal, window, scale, softcap, deterministic, dropout)
+
+
+def _seed(q: Tensor, dropout: float, seed: Any, cu_seqlens: Any) -> int:
+    """A number on the host: where a block lies goes to the kernels beside it."""
+    if not dropout:
+        return 0
+    found = _arguments.seed_beside(OP, q, dropout, seed)
+    _arguments.check_seed(OP, found, q)
+    if cu_seqlens is not None and q.shape[0] != 1:
+        raise NotImplementedError(
+            f"{OP}: dropout is {dropout!r} with cu_seqlens and {q.shape[0]} batch entries; dropout counts "
+            "documents or by batch entries, not both: it needs a batch of 1"
+        )
+    return int(found)
 
 
 def _keys(x: Tensor) -> int:
@@ -218,7 +235,7 @@ def _regions(batch: int, queries: int, keys: int, values: dict[str, tuple[int, .
                 f"{OP}: cu_seqlens is {list(offsets)}; it needs 0, then where each document ends, {keys} at most"
             )
         documents = (Segment(*ends) for ends in itertools.pairwise(offsets))
-        return tuple(Region(document, document) for document in documents)
+        return tuple(Region(document, document, number=number) for number, document in enumerate(documents))
     if not values:
         return (Region(Segment(0, queries), Segment(0, keys)),)
     whole = {"kv_lengths": (keys,) * batch, "q_lengths": (queries,) * batch, "kv_starts": (0,) * batch}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headwise import layout as memory
 from headwise.distributed.shards import Parts, Segment
-from headwise.ops.attention import attention, attention_backward, merge_attention, unrounded
+from headwise.ops.attention import merge_attention, unrounded
 
 UNBOUNDED = -1
 ALL = slice(None)
@@ -34,6 +34,7 @@ class Region(NamedTuple):
     keys: Segment
     first: int = 0  # batch entry
     past: int | None = None  # None: all of them
+    number: int = 0  # of a document
 
     @property
     def batch(self) -> slice:
@@ -76,6 +77,19 @@ class Piece(NamedTuple):
     columns: slice  # of a block's keys
     keys: slice  # where those keys lie in the sequence
     window: tuple[int | None, int | None]
+    first: tuple[int, int, int]  # numbers of its first batch entry (or document), query and key, for dropout
+
+
+class Dropping(NamedTuple):
+    """Dropout. Calls of parts are told where in the whole they lie, so they drop what is dropped in one process."""
+
+    rate: float
+    seed: int
+
+    def at(self, device: torch.device, *first: int) -> dict[str, Any]:
+        """first: numbers of the first batch entry and head, and of the first query and key if not 0."""
+        aligned = (16,) if len(first) == 4 and not any(n % 16 for n in first[2:]) else ()
+        return {"dropout": self.rate, "seed": torch.tensor([self.seed, *first, *aligned], device=device)}
 
 
 class Options(NamedTuple):
@@ -83,6 +97,18 @@ class Options(NamedTuple):
     softcap: float | None
     deterministic: bool
     backend: str | None
+    dropping: Dropping | None = None
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Those that every call has."""
+        return {name: value for name, value in self._asdict().items() if name != "dropping"}
+
+    def at(self, piece: Piece, device: torch.device) -> dict[str, Any]:
+        if self.dropping is None:
+            return self.flags
+        batch, row, key = piece.first
+        return {**self.flags, **self.dropping.at(device, batch, 0, row, key)}
 
 
 class Scores(NamedTuple):
@@ -144,9 +170,13 @@ def _piece(plan: Plan, region: Region, q: Segment, k: Segment, row: int, column:
     seen_left = None if left == UNBOUNDED or left - shift >= k_stop - k_start - 1 else left - shift
     seen_right = None if right == UNBOUNDED or right + shift >= q_stop - q_start - 1 else right + shift
     offset = row - q.start - ahead
+    if plan.packed:  # positions count inside each document
+        first = region.number, q_start - ahead - region.queries.start, k_start - region.keys.start
+    else:
+        first = region.first, q_start - ahead, k_start
     return Piece(
         region.batch, slice(q_start + offset, q_stop + offset), slice(column + k_start - k.start, column + k_stop - k.start),
-        slice(k_start, k_stop), (seen_left, seen_right),
+        slice(k_start, k_stop), (seen_left, seen_right), first,
     )  # fmt: skip
 
 
@@ -182,15 +212,14 @@ class Partial:
         for piece in todo:
             rows = piece.batch, ALL, piece.rows
             given = self._q[rows], *(x[piece.batch, :, piece.columns] for x in (k, v))
-            flags: dict[str, Any] = {"window": piece.window, **self._scores.at(piece), **self._options._asdict()}
+            flags = {"window": piece.window, **self._scores.at(piece), **self._options.at(piece, self._q.device)}
+            sink = None if self._merges else self._sink
+            out, lse = unrounded.attention(*given, sink=sink, rounded=not self._merges, **flags)
             if self._merges:
-                out, lse = unrounded.attention(*given, **flags)
                 out, lse = merge_attention(
                     [self.out[rows].contiguous(), out.contiguous()], [self.lse[rows].contiguous(), lse],
                     backend=self._options.backend,
                 )  # fmt: skip
-            else:
-                out, lse = attention(*given, sink=self._sink, return_lse=True, **flags)
             self.out[rows], self.lse[rows] = out, lse
 
 
@@ -205,7 +234,7 @@ class Gradients:
         options: Options, need_bias: bool, summed: bool,
     ) -> None:  # fmt: skip
         """summed: terms of other ranks are added."""
-        self._backward = unrounded.attention_backward if summed else attention_backward
+        self._rounded = not summed
         sums = memory.statistics_dtype(q.dtype)
         self._q, self._out, self._grad_out = q, out, grad_out.contiguous()
         self._lse, self._grad_lse = lse, None if grad_lse is None else grad_lse.contiguous()
@@ -222,12 +251,12 @@ class Gradients:
         for piece in todo:
             rows, columns = (piece.batch, ALL, piece.rows), (piece.batch, ALL, piece.columns)
             grad_out, q, out, lse = (x[rows] for x in (self._grad_out, self._q, self._out, self._lse))
-            flags: dict[str, Any] = {**self._options._asdict(), **self._scores.at(piece)}
+            flags = {**self._options.at(piece, q.device), **self._scores.at(piece)}
             if self._grad_lse is not None:
                 flags["grad_lse"] = self._grad_lse[rows].contiguous()
-            found = self._backward(
+            found = unrounded.attention_backward(
                 grad_out, q, k[columns], v[columns], out, lse.contiguous(), window=piece.window,
-                need_bias_grad=self.dbias is not None, **flags,
+                need_bias_grad=self.dbias is not None, rounded=self._rounded, **flags,
             )  # fmt: skip
             self.dq[rows] += found[0]
             dk[columns] += found[1]

@@ -86,6 +86,11 @@ def _check(op: str, q: DTensor, k: Any, v: Any, group: Group, arguments: Mapping
                 raise ValueError(
                     f"{op}: {name} has {x.shape[1]} heads, sharded over {mesh.size(dim)} ranks; they need to be divisible"
                 )
+    if arguments["dropout"] and not {Shard(0), Shard(1)}.isdisjoint(q.placements):
+        raise NotImplementedError(
+            f"{op}: dropout is {arguments['dropout']!r} and q has placements {q.placements}; entries that dropout drops are "
+            "counted from the first batch entry and head of a rank, so it needs Replicate() beside the sequence"
+        )
     for name, x in arguments.items():
         if isinstance(x, DTensor) and (x.device_mesh != mesh or tuple(x.placements) != _of(name, x, q)):
             raise ValueError(

@@ -257,7 +257,7 @@ def flag_values(flags: Flags) -> dict[str, Any]:
     """The flags of an attention call by the names a user knows."""
     return {
         "window (right = 0: causal)": (flags.left, flags.right), "scale": flags.scale, "softcap": flags.softcap,
-        "deterministic": flags.deterministic,
+        "deterministic": flags.deterministic, "dropout": flags.dropout,
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from headwise import layout as memory
 from headwise.distributed.groups import Peers, exchange, same_backward
 from headwise.distributed.ring import Call
 from headwise.distributed.shards import Parts, joined, place, taken
-from headwise.ops.attention import attention, attention_varlen, unrounded
+from headwise.ops.attention import attention, attention_varlen, elsewhere, unrounded
 
 
 class Heads(NamedTuple):
@@ -69,11 +69,13 @@ def attend(
             whole = _Rows.apply(x, call) if sharded[name] else x
             scores[name] = whole[:, mine.first : mine.past] if whole.shape[1] > 1 else whole
     own_sink = None if sink is None else sink[mine.first : mine.past]
-    flags = {**call.options._asdict(), "window": (plan.left, plan.right)}
+    flags = {**call.options.flags, "window": (plan.left, plan.right)}
     outs, lses = [], []
     for of_q, of_k in even_groups(mine, keys, q_heads // k_heads):
         part: dict[str, Any] = {name: x[:, of_q] if x.shape[1] > 1 else x for name, x in scores.items()}
         part["sink"] = None if own_sink is None else own_sink[of_q]
+        if call.options.dropping is not None:
+            part |= call.options.dropping.at(q.device, 0, mine.first + of_q.start)
         out, lse = _attended(q[:, of_q], k[:, of_k], v[:, of_k], cu_seqlens, **part, **lengths, **flags)
         outs.append(out)
         lses.append(lse)
@@ -119,6 +121,10 @@ def _called(
         rest = {name: x for name, x in flags.items() if name not in tensors}
         out, lse = _Unrounded.apply(rest, tuple(tensors), longest, cu_seqlens, q, k, v, *tensors.values())
         return out, lse
+    if "seed" in flags:
+        if cu_seqlens is None:
+            return elsewhere.attention(q, k, v, **flags)
+        return elsewhere.attention_varlen(q, k, v, cu_seqlens, longest, **flags)
     if cu_seqlens is None:
         return attention(q, k, v, return_lse=True, **flags)
     return attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, return_lse=True, **flags)

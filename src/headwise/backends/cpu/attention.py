@@ -84,7 +84,7 @@ class _Call(NamedTuple):
         band = self.whole.band._replace(offset=k.shape[2] - q.shape[2])
         dropout = self.whole.dropout
         if dropout is not None:
-            dropout = dropout._replace(batch=piece.number, key=piece.first_key)
+            dropout = dropout._replace(batch=dropout.batch + piece.number, key=dropout.key + piece.first_key)
         return self.whole._replace(q=q, k=k, v=v, mask=mask, bias=bias, band=band, dropout=dropout)
 
     @staticmethod

@@ -23,22 +23,27 @@ _SQUARE = 8  # counters of one square along the queries; 4 along the keys
 
 
 class Dropout(NamedTuple):
-    """What dropout does to a problem; b, h and j of its first batch entry, head and key."""
+    """What dropout does to a problem; b, h, i and j of its first batch entry, head, query and key."""
 
     seed: int
     below: int  # of 16 random bits, those that drop
     scale: float  # of what is kept
     batch: int = 0
     head: int = 0
+    row: int = 0
     key: int = 0
 
 
 def of_flags(flags: Flags, seed: Tensor | None) -> Dropout | None:
-    return None if seed is None else Dropout(int(seed), flags.dropped_below, flags.kept_scale)
+    if seed is None:
+        return None
+    number, *first = seed.reshape(-1).tolist()
+    return Dropout(number, flags.dropped_below, flags.kept_scale, *first[:4])
 
 
 def kept(dropout: Dropout, heads: int, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:
     """bool ``(heads, rows, keys)``: what is kept of the first batch entry. rows and keys: first, and past the last."""
+    rows = rows[0] + dropout.row, rows[1] + dropout.row
     row, past_row = rows[0] // _ALIKE * _ALIKE, -(-rows[1] // _ALIKE) * _ALIKE
     i = torch.arange(row, past_row, _ALIKE)[:, None] + torch.arange(_SQUARE)  # bit 3 is clear
     words, first = _words(dropout, heads, i.flatten(), keys)

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from headwise.ops.attention._arguments import Flags
 
 
@@ -22,6 +24,9 @@ class DropoutNumbers(NamedTuple):
 
     below: Any  # 32 random bits are dropped below this unsigned number, of which the lower half is 0
     scale: Any  # of what is kept
+    elsewhere: Any = None  # 1: behind the seed are the numbers of the first batch entry and head
+    shifted: Any = None  # 1: and those of the first query and key
+    aligned: Any = None  # 1: which are multiples of 16
 
 
 class Dropout(NamedTuple):
@@ -35,21 +40,58 @@ class Dropout(NamedTuple):
     scale: Any
 
 
-def dropout_numbers(flags: Flags) -> DropoutNumbers | None:
-    if not flags.dropout:
+class Shifted(NamedTuple):
+    """The same of a call whose first query and key are others of a larger one."""
+
+    key_low: Any
+    key_high: Any
+    batch: Any
+    head: Any
+    below: Any
+    scale: Any
+    row: Any  # the first query and key
+    key: Any
+
+
+class Aligned(NamedTuple):
+    """A `Shifted` whose row and key are multiples of 16. A kernel tells these three apart by their lengths."""
+
+    key_low: Any
+    key_high: Any
+    batch: Any
+    head: Any
+    below: Any
+    scale: Any
+    row: Any
+    key: Any
+    unused: Any
+
+
+def dropout_numbers(flags: Flags, seed: Tensor | None) -> DropoutNumbers | None:
+    if seed is None:
         return None
     below = flags.dropped_below << 16
-    return DropoutNumbers(below - (1 << 32) if below >> 31 else below, flags.kept_scale)  # always one kind of int32
+    below -= (1 << 32) * (below >> 31)  # always one kind of int32
+    return DropoutNumbers(below, flags.kept_scale, *(1 if seed.numel() >= count else None for count in (3, 5, 6)))
 
 
 @triton.jit
 def dropout_of(numbers, seed, batch, head):
     """``numbers``: a `DropoutNumbers`; ``batch``: the number of the batch entry or of the packed sequence."""
     key = tl.load(seed).to(tl.uint64, bitcast=True)
-    return Dropout(
-        key.to(tl.uint32), (key >> 32).to(tl.uint32), batch.to(tl.uint32), head.to(tl.uint32),
-        numbers.below.to(tl.uint32, bitcast=True), numbers.scale,
-    )  # fmt: skip
+    batch, head = batch.to(tl.uint32), head.to(tl.uint32)
+    if numbers.elsewhere is not None:
+        batch, head = batch + tl.load(seed + 1).to(tl.uint32), head + tl.load(seed + 2).to(tl.uint32)
+    below = numbers.below.to(tl.uint32, bitcast=True)
+    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    if numbers.shifted is None:
+        return Dropout(low, high, batch, head, below, numbers.scale)
+    elif numbers.aligned is None:
+        row, first = tl.load(seed + 3).to(tl.int32), tl.load(seed + 4).to(tl.int32)
+        return Shifted(low, high, batch, head, below, numbers.scale, row, first)
+    else:
+        row, first = tl.load(seed + 3).to(tl.int32), tl.load(seed + 4).to(tl.int32)
+        return Aligned(low, high, batch, head, below, numbers.scale, row, first, row)
 
 
 @triton.jit
@@ -73,11 +115,20 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def kept_tile(dropout, first_row, first_key, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEYS_DOWN: tl.constexpr):
-    """bool ``[QUERIES, KEYS]``, or ``[KEYS, QUERIES]``: what dropout keeps of a tile that begins at multiples of 16."""
+    """bool ``[QUERIES, KEYS]``, or ``[KEYS, QUERIES]``: what dropout keeps of a tile that begins at multiples of 16.
+
+    In a call that lies elsewhere it may begin anywhere: then every entry has a counter of its own.
+    """
     row, key = tl.arange(0, QUERIES), tl.arange(0, KEYS)
-    # The same lanes, and a tile more: the compiler folds bits away only from numbers that nothing else uses.
-    i = (tl.arange(QUERIES, 2 * QUERIES) & -9) + (first_row - QUERIES)
-    j = (tl.arange(KEYS, 2 * KEYS) & -10) + (first_key - KEYS)
+    if len(dropout) == 8:  # a `Shifted`
+        row, key = row + (first_row + dropout.row), key + (first_key + dropout.key)
+        i, j = row & -9, key & -10
+    else:
+        if len(dropout) == 9:  # an `Aligned`
+            first_row, first_key = first_row + dropout.row, first_key + dropout.key
+        # The same lanes, and a tile more: the compiler folds bits away only from numbers that nothing else uses.
+        i = (tl.arange(QUERIES, 2 * QUERIES) & -9) + (first_row - QUERIES)
+        j = (tl.arange(KEYS, 2 * KEYS) & -10) + (first_key - KEYS)
     if KEYS_DOWN:
         return _kept(dropout, i[None, :], row[None, :], j[:, None], key[:, None])
     else:

@@ -178,7 +178,7 @@ def parameters(
         *(DimStrides(**{name: of_tensor[dim] for name, of_tensor in strides.items()}) for dim in range(4)),
         flags.scale,
         flags.softcap,
-        dropout_numbers(flags),
+        dropout_numbers(flags, args.dropout_seed),
     ), Variant(
         flags.left >= 0, flags.right >= 0, flags.softcap > 0, x.kv_starts is not None, dim, value_dim, block_of(dim),
         block_of(value_dim),

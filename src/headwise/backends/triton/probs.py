@@ -330,7 +330,7 @@ def _launch(
             *(DimStrides(**{name: of_tensor[dim] for name, of_tensor in strides.items()}) for dim in range(4)),
             flags.scale,
             flags.softcap,
-            dropout_numbers(flags),
+            dropout_numbers(flags, args.dropout_seed),
         ),
         (
             ProbsVariant(

@@ -58,8 +58,8 @@ def attention_backward(device: Device, args: Any) -> tuple[Region | None, ...]:
     results = [scores.empty_rows(device, x.shape, dtype, scores.heads_inside(x.shape)) for x in (q, k, v)]
     q, k, v, grad, out = (scores.aligned(device, x) for x in (q, k, v, grad, out))
     batch, heads, q_length, _ = q.shape
-    dropping = forward.dropout_seed is not None  # whose seed is in the last pair
-    stats = device.empty((2 * batch + batch * heads * q_length + dropping, 2), torch.int32)
+    seeds = scores.seed_numbers(forward)  # which are in the last pairs
+    stats = device.empty((2 * batch + batch * heads * q_length + seeds, 2), torch.int32)
     call_scores = scores.describe(device, forward, q, k, aux=stats, sink=False)
     group = heads // k.shape[1]
     problems = []

@@ -27,7 +27,7 @@ class Variant(NamedTuple):
     left: bool
     right: bool
     packed: bool
-    dropout: bool = False
+    dropout: int = 0  # numbers that are there for it: 1, the seed; 3, 5, 6: where the call lies, too (`SEED_NUMBERS`)
     bias_width: int = 1  # biases of neighbouring keys that a kernel reads at once
 
 
@@ -36,7 +36,7 @@ class Dropout(NamedTuple):
 
     below: int  # of 16 random bits, those that drop
     scale: float  # of what is kept
-    seed: int  # index in aux of its two words
+    seed: int  # index in aux of it and of where the call lies, in two words each
     batch: int = 0  # numbers of the first batch entry and head
     head: int = 0
 
@@ -129,12 +129,16 @@ class Scores(NamedTuple):
         return self._replace(variant=self.variant._replace(sink=False), aux=aux)
 
 
+def seed_numbers(args: Any) -> int:
+    return 0 if args.dropout_seed is None else args.dropout_seed.numel
+
+
 def describe(
     device: Device, args: Any, q: Region, k: Region, aux: Region | None = None, sink: bool = True, pack: bool = True
 ) -> Scores:
     """args: `Attention` or `Probs`. q ``(B, Hq, Sq, D)``, k ``(B, Hk, Sk, D)``; packed ones as ``(1, H, T, D)`` views.
 
-    aux: memory for lengths and sinks, if the caller has it, and for a seed in its last two words. sink: do the kernels read
+    aux: memory for lengths and sinks, if the caller has it, and for a seed in its last words. sink: do the kernels read
     it? pack: the mask?
     """
     mask, bias = (None if x is None else x.with_leading(4) for x in (args.mask, args.bias))
@@ -145,7 +149,8 @@ def describe(
     mask_storage = "" if mask is None else "words" if pack else "bytes"
     variant = Variant(
         mask_storage, "" if bias is None else DTYPES[bias.dtype], lengths, sink, flags.softcap > 0, flags.left >= 0,
-        flags.right >= 0, getattr(args, "packing", None) is not None, args.dropout_seed is not None,
+        flags.right >= 0, getattr(args, "packing", None) is not None,
+        seed_numbers(args),
     )  # fmt: skip
     # Kernels add both sides of the band to positions in 32 bits: no side needs to be longer than the longest distance.
     farthest = q_length + k_length
@@ -160,7 +165,7 @@ def describe(
         if aux is None:
             aux = device.empty((numbers.sinks + heads + 2 * variant.dropout,), torch.int32)
         if variant.dropout:
-            dropout = Dropout(flags.dropped_below, flags.kept_scale, aux.numel - 2)
+            dropout = Dropout(flags.dropped_below, flags.kept_scale, aux.numel - 2 * variant.dropout)
         _write_aux(device, args, sink, numbers, dropout, aux)
         return Scores(variant, numbers, mask, words, bias, aux, dropout)
     return Scores(variant, numbers, mask, words, bias, None, None)
@@ -171,14 +176,14 @@ def _write_aux(device: Device, args: Any, sink: bool, numbers: Numbers, dropout:
     if not sink:
         given["sink"] = None
     dtypes = {name: "" if x is None else DTYPES[x.dtype] for name, x in given.items()}
-    kernel = device.kernel("attention_aux", **dtypes, seed=dropout is not None)
+    kernel = device.kernel("attention_aux", **dtypes, seed=seed_numbers(args))
     batch, heads = numbers.batch, numbers.heads
     strides = (0 if x is None else x.strides[0] for x in given.values())
     parameters = (batch, heads, numbers.k_length, numbers.q_length, numbers.sinks, *strides)
     bound = {name: x for name, x in given.items() if x is not None}
     if dropout is not None:
         seed = args.dropout_seed
-        bound["seed"] = Region(seed.storage, torch.int32, (2,), (1,), 2 * seed.offset)
+        bound["seed"] = Region(seed.storage, torch.int32, (2 * seed.numel,), (1,), 2 * seed.offset)
         parameters = (*parameters, dropout.seed)
     device.run(kernel, -(-max(batch, heads) // 64), parameters, **bound, aux=aux)
 

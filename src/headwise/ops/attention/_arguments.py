@@ -91,7 +91,7 @@ class Attention(NamedTuple):
     packing: Packing | None
     flags: Flags
     with_lse: bool = True
-    dropout_seed: Tensor | None = None  # one int64, beside q; there if flags.dropout is
+    dropout_seed: Tensor | None = None  # int64, beside q; there if flags.dropout is. See `SEED_NUMBERS`
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, *packing: Any) -> Attention:
         """The same of a packed batch, given the fields of its `Packing`."""
@@ -173,6 +173,12 @@ def _dropout_rate(op: str, dropout: Any) -> float:
     return rate
 
 
+# A call that is a part of a larger one drops what that drops: behind the seed there may be where its first batch entry and
+# head lie, and where its first query and key do; a sixth number says that both are multiples of 16, where kernels may share
+# counters. Kernels without these are compiled as if there were none. Not public.
+SEED_NUMBERS = (1, 3, 5, 6)
+
+
 def seed_beside(op: str, q: Any, dropout: Any, seed: Any) -> Any:
     """The seed of a call with dropout as a tensor beside q, drawn from PyTorch's generator of q's device if there is none.
 
@@ -180,6 +186,8 @@ def seed_beside(op: str, q: Any, dropout: Any, seed: Any) -> Any:
     captures it. A tensor, so that a new seed is data to all caches and compilers.
     """
     _dropout_rate(op, dropout)  # a call that will be refused draws nothing
+    if isinstance(seed, Tensor) and seed.numel() in SEED_NUMBERS[1:]:
+        raise ValueError(f"{op}: dropout_seed has shape {_checks.shape_of(seed)}; it needs one element")
     if isinstance(seed, Tensor) or not isinstance(q, Tensor):
         return seed
     on_webgpu = hasattr(q, "headwise_device")
@@ -208,7 +216,7 @@ def check_seed(op: str, seed: Any, q: Tensor) -> None:
         return
     _checks.tensor(op, "dropout_seed", seed)
     _checks.dtype(op, "dropout_seed", seed, torch.int64)
-    if seed.numel() != 1:
+    if seed.numel() not in SEED_NUMBERS:
         raise ValueError(f"{op}: dropout_seed has shape {_checks.shape_of(seed)}; it needs one element")
     if not hasattr(q, "headwise_device"):
         _checks.same_device(op, "dropout_seed", seed, "q", q)

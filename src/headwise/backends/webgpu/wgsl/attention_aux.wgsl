@@ -1,9 +1,9 @@
 // Copies lengths and sinks, of any dtype and stride, and a seed into one buffer: a kernel may bind only eight.
 //
 //   aux  (B, 4) as i32: keys (-1 if a length is invalid), queries, first key, 0; see `Extent` in scores.wgsl
-//        then (Hq) as f32: sinks; two words from seed_at on: the seed of dropout
+//        then (Hq) as f32: sinks; from seed_at on, two words each: the seed of dropout, and where the call lies
 //
-// variables: kv_lengths, q_lengths, kv_starts, sink (each "" or its dtype), seed (bool)
+// variables: kv_lengths, q_lengths, kv_starts, sink (each "" or its dtype), seed (how many numbers: 0, 1, 3, 5, 6)
 {% set lengths = kv_lengths or q_lengths or kv_starts %}
 {% for name, dtype in (("kv_lengths", kv_lengths), ("q_lengths", q_lengths), ("kv_starts", kv_starts), ("sink", sink)) if dtype %}
 {{ input(name, dtype, 1) }}
@@ -32,6 +32,6 @@
     if (i < params.heads) { store_aux(params.sinks + i, bitcast<u32>(load_sink(i * params.sink_stride))); }
 {% endif %}
 {% if seed %}
-    if (i < 2u) { store_aux(params.seed_at + i, load_seed(i)); }
+    if (i < {{ 2 * seed }}u) { store_aux(params.seed_at + i, load_seed(i)); }
 {% endif %}
 }

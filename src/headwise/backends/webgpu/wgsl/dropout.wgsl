@@ -8,10 +8,17 @@
 {% import "philox.wgsl" as philox %}
 {% macro functions() %}
 // What the counters of all entries of a head have in common: the seed, and the numbers of batch entry (or sequence) and head.
-struct Dropout { seed: vec2<u32>, batch: u32, head: u32 }
+struct Dropout { seed: vec2<u32>, batch: u32, head: u32{{ ", row: u32, key: u32" if variant.dropout >= 5 }} }
 
 fn dropout_of(batch: u32, head: u32) -> Dropout {
-    return Dropout(vec2<u32>(load_aux(params.seed), load_aux(params.seed + 1u)), batch, params.first_head + head);
+    let seed = vec2<u32>(load_aux(params.seed), load_aux(params.seed + 1u));
+{% if variant.dropout == 1 %}
+    return Dropout(seed, batch, params.first_head + head);
+{% else %}
+    // The call is a part of a larger one: numbers of its first batch entry and head{{ ", query and key" if variant.dropout >= 5 }}.
+    return Dropout(seed, load_aux(params.seed + 2u) + batch, load_aux(params.seed + 4u) + params.first_head + head
+                   {{- ", load_aux(params.seed + 6u), load_aux(params.seed + 8u)" if variant.dropout >= 5 }});
+{% endif %}
 }
 
 {{ philox.functions() }}
@@ -26,15 +33,18 @@ fn is_kept(words: vec4<u32>, query: u32, key: u32) -> bool {
     return select(word & 0xffffu, word >> 16u, (key & 1u) != 0u) >= params.dropped_below;
 }
 
-fn kept(drop: Dropout, query: u32, key: u32) -> bool { return is_kept(random_words(drop, query, key), query, key); }
+{% set query, key, first = ("(query + drop.row)", "(key + drop.key)", "(first + drop.key)") if variant.dropout >= 5 else ("query", "key", "first") %}
+fn kept(drop: Dropout, query: u32, key: u32) -> bool {
+    return is_kept(random_words(drop, {{ query }}, {{ key }}), {{ query }}, {{ key }});
+}
 
 // A bit for each of `count` keys from the first on: is it kept? Neighbours share a counter.
 fn kept_keys(drop: Dropout, query: u32, first: u32, count: u32) -> u32 {
     var bits = 0u;
     var words = vec4<u32>();
     for (var x = 0u; x < count; x++) {
-        if (x == 0u || ((first + x) & 1u) == 0u) { words = random_words(drop, query, first + x); }
-        bits |= select(0u, 1u, is_kept(words, query, first + x)) << x;
+        if (x == 0u || (({{ first }} + x) & 1u) == 0u) { words = random_words(drop, {{ query }}, {{ first }} + x); }
+        bits |= select(0u, 1u, is_kept(words, {{ query }}, {{ first }} + x)) << x;
     }
     return bits;
 }
