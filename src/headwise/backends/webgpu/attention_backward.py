@@ -8,8 +8,8 @@ Both large kernels (two variants of ``wgsl/attention_backward.wgsl``) recompute 
 atomics would need five. Dao, "FlashAttention-2", 2023.
 
 If a tensor is larger than one binding, each key head of each batch entry is a `Piece` of its own. A head whose rows are too
-far apart to bind is copied first, and results are written in windows of rows. If one head is larger than a binding, each
-window of queries is combined with each window of keys, and the sums continue from one to the next.
+far apart to bind is copied first, and results are written in ranges of rows. If one head is larger than a binding, each
+range of queries is combined with each range of keys, and the sums continue from one to the next.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from headwise.backends.webgpu.backward_kernels import (
     Piece,
     Problem,
     Streamed,
+    ranges,
     run_side,
     tiles_of,
-    windows,
     write_stats,
 )
 from headwise.backends.webgpu.device import Device
@@ -75,7 +75,7 @@ def attention_backward(device: Device, args: Any) -> tuple[Region | None, ...]:
         grads = (piece.of_queries(results[0].written), *(piece.of_keys(x.written) for x in results[1:]))
         packed = [] if problem.scores.words is None else [problem.scores.words.words]
         if _is_large(device, problem.q, problem.k, problem.v, problem.grad, rows.out, *packed):
-            _run_in_windows(device, problem, rows, *grads)
+            _run_in_ranges(device, problem, rows, *grads)
         else:
             problem = problem.bound(device)
             write_stats(device, problem, scores.bindable(device, rows.out), rows.lse, rows.grad_lse)
@@ -99,12 +99,12 @@ def _sink_gradient(device: Device, stats: Region, sink: Region, call_scores: sco
 
 def _run(device: Device, problem: Problem, dq: Region, dk: Region, dv: Region) -> None:
     own = tiles_of(device, QUERIES, problem)
-    for window, seen in windows(device, problem, 2, dq):
-        run_side(device, QUERIES, seen, own, window, (dq, None))
+    for own_range, seen in ranges(device, problem, 2, dq):
+        run_side(device, QUERIES, seen, own, own_range, (dq, None))
     own = tiles_of(device, KEYS, problem)
-    for window, seen in windows(device, problem, 3, dk, dv):
+    for own_range, seen in ranges(device, problem, 3, dk, dv):
         for results in _together(problem, dk, dv):
-            run_side(device, KEYS, seen, own, window, results)
+            run_side(device, KEYS, seen, own, own_range, results)
 
 
 def _together(problem: Problem, dk: Region, dv: Region) -> list[tuple[Region | None, Region | None]]:
@@ -121,35 +121,35 @@ def _is_large(device: Device, *tensors: Region) -> bool:
     return any(x.storage.size > most and x.numel * x.itemsize > most - 512 for x in tensors)
 
 
-def _run_in_windows(device: Device, problem: Problem, rows: _Forward, dq: Region, dk: Region, dv: Region) -> None:
-    """A key head of which some tensor is larger than a binding: windows of queries and keys, in a fixed order."""
+def _run_in_ranges(device: Device, problem: Problem, rows: _Forward, dq: Region, dk: Region, dv: Region) -> None:
+    """A key head of which some tensor is larger than a binding: ranges of queries and keys, in a fixed order."""
     sums = [scores.empty_sums(device, x) for x in (dq, dk, dv)]
     group = problem.piece.group
     heads = [problem.single_head(0, head) for head in range(group)]
-    q_windows = scores.windows(device, *(x.narrow(1, 0, 1) for x in (problem.q, problem.grad, rows.out, sums[0])))
-    k_windows = scores.windows(device, problem.k, problem.v, *sums[1:])
-    q_windows, k_windows = _with_room_for_scores(device, problem, q_windows, k_windows)
+    q_ranges = scores.ranges(device, *(x.narrow(1, 0, 1) for x in (problem.q, problem.grad, rows.out, sums[0])))
+    k_ranges = scores.ranges(device, problem.k, problem.v, *sums[1:])
+    q_ranges, k_ranges = _with_room_for_scores(device, problem, q_ranges, k_ranges)
     bindable = scores.Bindable(device)
     for h, single in enumerate(heads):
-        for first, past in q_windows:
+        for first, past in q_ranges:
             out, lse, grad_lse = rows.narrow(1, h, 1).narrow(2, first, past - first)
             grad = bindable.rows(single.grad, first, past)
             part = single._replace(grad=grad, stats_first=single.stats_first + first)
             write_stats(device, part, bindable(out), lse, grad_lse)
     own_tiles = tiles_of(device, QUERIES, heads[0])
     for h, single in enumerate(heads):
-        for own in q_windows:
-            for window in k_windows:
-                streamed = Streamed(*window, window != k_windows[0], window == k_windows[-1])
-                seen = _pair_of_windows(bindable, single, own, window)
+        for own in q_ranges:
+            for other in k_ranges:
+                streamed = Streamed(*other, other != k_ranges[0], other == k_ranges[-1])
+                seen = _pair_of_ranges(bindable, single, own, other)
                 run_side(device, QUERIES, seen, own_tiles, own, (sums[0].narrow(1, h, 1), None), streamed)
     own_tiles = tiles_of(device, KEYS, heads[0])
-    for own in k_windows:
+    for own in k_ranges:
         for h, single in enumerate(heads):
-            for window in q_windows:
-                last = h == group - 1 and window == q_windows[-1]
-                streamed = Streamed(*window, h > 0 or window != q_windows[0], last)
-                seen = _pair_of_windows(bindable, single, window, own)
+            for other in q_ranges:
+                last = h == group - 1 and other == q_ranges[-1]
+                streamed = Streamed(*other, h > 0 or other != q_ranges[0], last)
+                seen = _pair_of_ranges(bindable, single, other, own)
                 for results in _together(problem, sums[1], sums[2]):
                     run_side(device, KEYS, seen, own_tiles, own, results, streamed)
     for total, result in zip(sums, (dq, dk, dv), strict=True):
@@ -157,7 +157,7 @@ def _run_in_windows(device: Device, problem: Problem, rows: _Forward, dq: Region
             scores.round_rows(device, total.narrow(1, h, 1), result.narrow(1, h, 1))
 
 
-def _pair_of_windows(
+def _pair_of_ranges(
     bindable: scores.Bindable, single: Problem, queries: tuple[int, int], keys: tuple[int, int]
 ) -> Problem:
     q, grad = (bindable.rows(x, *queries) for x in (single.q, single.grad))
@@ -170,14 +170,14 @@ def _pair_of_windows(
     return single._replace(q=q, k=k, v=v, grad=grad, scores=single.scores.with_pairs(pairs).mask_rows(*queries))
 
 
-Windows = list[tuple[int, int]]
+Ranges = list[tuple[int, int]]
 
 
 def _with_room_for_scores(
-    device: Device, problem: Problem, q_windows: Windows, k_windows: Windows
-) -> tuple[Windows, Windows]:
-    """The windows, made small enough that the mask and bias of a pair of them can be bound."""
-    sizes = [past - first for first, past in (q_windows[0], k_windows[0])]
+    device: Device, problem: Problem, q_ranges: Ranges, k_ranges: Ranges
+) -> tuple[Ranges, Ranges]:
+    """The ranges, made small enough that the mask and bias of a pair of them can be bound."""
+    sizes = [past - first for first, past in (q_ranges[0], k_ranges[0])]
     if problem.scores.words is not None:
         sizes[0] = min(sizes[0], max(1, problem.scores.words.rows_at_once(device.capabilities.binding_bytes - 512)))
     for x in problem.scores.pairs.values():
@@ -187,5 +187,5 @@ def _with_room_for_scores(
             sizes[large] = -(-sizes[large] // 2)
     return tuple(  # type: ignore[return-value]
         [(first, min(first + size, cut[-1][1])) for first in range(0, cut[-1][1], max(size, 1))] or cut
-        for size, cut in zip(sizes, (q_windows, k_windows), strict=True)
+        for size, cut in zip(sizes, (q_ranges, k_ranges), strict=True)
     )

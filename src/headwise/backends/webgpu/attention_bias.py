@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from headwise.backends.webgpu import copies, scores
-from headwise.backends.webgpu.backward_kernels import Problem, windows
+from headwise.backends.webgpu.backward_kernels import Problem, ranges
 from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region, contiguous_strides
@@ -42,12 +42,13 @@ def bias_gradient(
             one = partials.with_shape(bias.shape)
             for dim, first in ((0, single.piece.batch), (1, head)):
                 one = one.narrow_broadcast(dim, first, 1)
-            for window, seen in windows(device, single, 2, *((one,) if per[2] else ())):
+            for own_range, seen in ranges(device, single, 2, *((one,) if per[2] else ())):
                 add = any(
-                    at > 0 and not owned for at, owned in zip((single.piece.batch, head, window[0]), per, strict=False)
+                    at > 0 and not owned
+                    for at, owned in zip((single.piece.batch, head, own_range[0]), per, strict=False)
                 )
-                part = one.narrow_broadcast(2, window[0], window[1] - window[0])
-                _add(device, seen, part, 1, per, bias.shape, window, add)
+                part = one.narrow_broadcast(2, own_range[0], own_range[1] - own_range[0])
+                _add(device, seen, part, 1, per, bias.shape, own_range, add)
     return _sum_of_splits(device, partials, bias).with_shape(given.shape)
 
 
@@ -77,19 +78,19 @@ def _single_heads(device: Device, problem: Problem) -> Iterator[tuple[int, Probl
 
 def _add(
     device: Device, problem: Problem, partials: Region, splits: int, per: tuple[bool, ...], shape: tuple[int, ...],
-    window: tuple[int, int], add: bool,
+    own_range: tuple[int, int], add: bool,
 ) -> None:  # fmt: skip
-    """One dispatch, into ``partials`` of a bias of ``shape``, over the rows in ``window``."""
+    """One dispatch, into ``partials`` of a bias of ``shape``, over the rows in ``own_range``."""
     q, k, v, grad = problem.q, problem.k, problem.v, problem.grad
     per_batch, per_head, per_query, per_key = per
-    owners, _ = _owners_and_readers(q.shape[0], q.shape[1], window[1] - window[0], k.shape[2], per)
+    owners, _ = _owners_and_readers(q.shape[0], q.shape[1], own_range[1] - own_range[0], k.shape[2], per)
     kernel = device.kernel(
         "attention_bias", variant=problem.scores.variant, dtype=DTYPES[q.dtype], first=q.shape[3] // 4,
         second=v.shape[3] // 4, per_batch=per_batch, per_head=per_head, per_query=per_query, per_key=per_key,
     )  # fmt: skip
     strides = tuple(s if owned else 0 for s, owned in zip(contiguous_strides(shape), per, strict=True))
     parameters = (
-        splits, int(add), *window, problem.stats_first, *(n for x in (q, k, v, grad) for n in scores.vectors(x)),
+        splits, int(add), *own_range, problem.stats_first, *(n for x in (q, k, v, grad) for n in scores.vectors(x)),
         -(-math.prod(shape) // 4) * 4, *strides, *problem.scores.parameters,
     )  # fmt: skip
     regions = {"q": q, "k": k, "v": v, "grad": grad, "stats": problem.stats, **problem.scores.tensors}

@@ -81,29 +81,29 @@ def _run(device: Device, problem: _Problem, args: Any) -> None:
     bindable = scores.Bindable(device)
     for part in _pieces(device, problem):
         keys = part.k.shape[2]
-        windows = [(0, keys)] if part is problem else scores.windows(device, part.k, part.v)
-        windowed = len(windows) > 1
+        ranges = [(0, keys)] if part is problem else scores.ranges(device, part.k, part.v)
+        ranged = len(ranges) > 1
         # Between dispatches the sums of a row are in memory, in float32.
-        out = scores.empty_sums(device, part.out, more=4) if windowed else part.out
-        tiling = _Tiling(tile, tiles.CHAIN if windowed else chain, entries, total)
-        for first, past in windows:
+        out = scores.empty_sums(device, part.out, more=4) if ranged else part.out
+        tiling = _Tiling(tile, tiles.CHAIN if ranged else chain, entries, total)
+        for first, past in ranges:
             k, v = (bindable.rows(x, first, past) for x in (part.k, part.v))
             # The sink is added once, with the last keys.
             seen = part.scores if past == keys else part.scores.without_sink()
-            window = (first, past, int(first > 0), int(past == keys)) if windowed else ()
-            _dispatch(device, part._replace(k=k, v=v, out=out, scores=seen), tiling, window)
-        if windowed:
+            key_range = (first, past, int(first > 0), int(past == keys)) if ranged else ()
+            _dispatch(device, part._replace(k=k, v=v, out=out, scores=seen), tiling, key_range)
+        if ranged:
             scores.round_rows(device, out, part.out)
 
 
-def _dispatch(device: Device, part: _Problem, tiling: _Tiling, window: tuple[int, ...]) -> None:
+def _dispatch(device: Device, part: _Problem, tiling: _Tiling, key_range: tuple[int, ...]) -> None:
     """One kernel over all rows of a part."""
-    variant = part.scores.variant if window else part.scores.wide_biases(math.gcd(tiling.tile.unroll, 4))
+    variant = part.scores.variant if key_range else part.scores.wide_biases(math.gcd(tiling.tile.unroll, 4))
     direct = _direct(part.scores.numbers.scale, variant)
     kernel = device.kernel(
         "attention_forward", dtype=DTYPES[part.q.dtype], to=DTYPES[part.out.dtype], variant=variant,
         q_vectors=-(-part.q.shape[3] // 4), v_vectors=-(-part.v.shape[3] // 4),
-        subgroups=device.capabilities.tier >= "C", windowed=bool(window), chain=tiling.chain, direct=bool(direct),
+        subgroups=device.capabilities.tier >= "C", ranged=bool(key_range), chain=tiling.chain, direct=bool(direct),
         **tiling.tile._asdict(),
     )  # fmt: skip
     for first, rows in _rows_at_once(device, part):
@@ -115,7 +115,7 @@ def _dispatch(device: Device, part: _Problem, tiling: _Tiling, window: tuple[int
             part.q.shape[0] * part.q.shape[1] * blocks,
             (
                 *direct, blocks, first, rows, *scores.vectors(seen.q), *scores.vectors(seen.k), *scores.vectors(seen.v),
-                *scores.vectors(seen.out), *seen.lse.strides[:2], *window, *seen.scores.parameters,
+                *scores.vectors(seen.out), *seen.lse.strides[:2], *key_range, *seen.scores.parameters,
             ),
             q=seen.q, k=seen.k, v=seen.v, out=seen.out, lse=seen.lse, **seen.scores.regions, **listed,
         )  # fmt: skip

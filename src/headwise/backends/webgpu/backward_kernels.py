@@ -101,7 +101,7 @@ class Streamed(NamedTuple):
     finishes: bool
 
 
-def windows(device: Device, problem: Problem, dim: int, *results: Region) -> Iterator[tuple[tuple[int, int], Problem]]:
+def ranges(device: Device, problem: Problem, dim: int, *results: Region) -> Iterator[tuple[tuple[int, int], Problem]]:
     """Rows [first, past) of queries (dim 2) or keys (dim 3) to work on at once, and the problem with their mask and bias.
 
     All rows, unless a result, the mask or the bias is too large to bind."""
@@ -171,12 +171,12 @@ def tiles_of(device: Device, side: str, problem: Problem) -> Tiles:
 
 
 def run_side(
-    device: Device, side: str, problem: Problem, own: Tiles, window: tuple[int, int],
+    device: Device, side: str, problem: Problem, own: Tiles, own_range: tuple[int, int],
     results: tuple[Region | None, Region | None], streamed: Streamed | None = None,
 ) -> None:  # fmt: skip
     """One dispatch. results: dq or dk, and dv, where wanted, with all own rows.
 
-    streamed: only this window of the other side; then q, k, v, grad, mask and bias have only the rows of both windows."""
+    streamed: only this range of the other side; then q, k, v, grad, mask and bias have only the rows of both ranges."""
     q, k, v, grad, call_scores = problem.q, problem.k, problem.v, problem.grad, problem.scores
     first, second = results
     queries, keys = q.shape[2], k.shape[2]
@@ -189,16 +189,17 @@ def run_side(
     kernel = device.kernel(
         "attention_backward", side=side, dtype=DTYPES[q.dtype], first=q.shape[3] // 4, second=v.shape[3] // 4,
         want_first=first is not None, want_second=second is not None, variant=variant, **own.tile._asdict(),
-        chain=tiles.chain(q.dtype, summed) if streamed is None else tiles.CHAIN, windowed=streamed is not None,
+        chain=tiles.chain(q.dtype, summed) if streamed is None else tiles.CHAIN, ranged=streamed is not None,
         to=DTYPES[next(x.dtype for x in results if x is not None)],
     )  # fmt: skip
     regions = {"q": q, "k": k, "v": v, "grad": grad, "stats": problem.stats, **call_scores.tensors}
     parameters: tuple[float, ...] = (
-        own.total, *window, problem.stats_first, *(streamed or ()), *(n for x in (q, k, v, grad) for n in scores.vectors(x)),
+        own.total, *own_range, problem.stats_first, *(streamed or ()),
+        *(n for x in (q, k, v, grad) for n in scores.vectors(x)),
     )  # fmt: skip
     for name, x in (("dq" if side == QUERIES else "dk", first), ("dv", second)):
         if x is not None:
-            regions[name] = x.narrow(2, window[0], window[1] - window[0])
+            regions[name] = x.narrow(2, own_range[0], own_range[1] - own_range[0])
             parameters += scores.vectors(x)
     if own.entries is not None:
         regions["tiles"] = own.entries

@@ -1,5 +1,5 @@
 """What the attention launchers share: the variant, parameters and small buffers of ``wgsl/scores.wgsl``, aligned rows,
-windows of tensors that are larger than a binding, and the tiles of a packed batch."""
+ranges of tensors that are larger than a binding, and the tiles of a packed batch."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def bindable(device: Device, x: Region) -> Region:
     return x if copies.fits(device, x) else copies.copied(device, x)
 
 
-def windows(device: Device, *tensors: Region) -> list[tuple[int, int]]:
+def ranges(device: Device, *tensors: Region) -> list[tuple[int, int]]:
     """``(first, past)`` along dim 2 of tensors of one head, ``(1, 1, S, ·)``: all rows, or as many as a kernel may bind
     once they are `bindable`."""
     length = rows = tensors[0].shape[2]
@@ -228,7 +228,7 @@ def windows(device: Device, *tensors: Region) -> list[tuple[int, int]]:
 
 
 class Bindable:
-    """`bindable` that copies each part of a tensor once: a copy for each pair of windows would take memory that grows with
+    """`bindable` that copies each part of a tensor once: a copy for each pair of ranges would take memory that grows with
     the square of their number."""
 
     def __init__(self, device: Device) -> None:

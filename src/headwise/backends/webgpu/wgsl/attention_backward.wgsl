@@ -19,17 +19,17 @@
 // As in attention_forward.wgsl, sums go to memory after {{ chain // streamed_rows * streamed_rows }} streamed rows and start again, for precision.
 //
 {% endif %}
-{% if windowed %}
-// Heads that are larger than a binding are cut into windows, with one dispatch for each pair. Own rows, their results and bias
-// start at window_first; streamed rows, and the other dim of the bias, at streamed_first. Sums continue those
-// of earlier windows and query heads of the group (`resumes`), as a chain does; the last dispatch `finishes` them.
+{% if ranged %}
+// Heads that are larger than a binding are cut into ranges, with one dispatch for each pair. Own rows, their results and bias
+// start at range_first; streamed rows, and the other dim of the bias, at streamed_first. Sums continue those
+// of earlier ranges and query heads of the group (`resumes`), as a chain does; the last dispatch `finishes` them.
 //
 {% endif %}
-// variables: windowed (bool); to, the dtype of the results (float32 where they go to memory on their way);
+// variables: ranged (bool); to, the dtype of the results (float32 where they go to memory on their way);
 //            variant (see scores.wgsl), side, dtype, first (vectors of a row of q, k), second (of v, dO), rows, lanes,
 //            threads, streamed_rows (in workgroup memory), chunk, subgroups (bool), chain (rows after which sums go to
 //            memory, streamed_rows and more, or 0), want_first, want_second (side "keys": dk, dv)
-// parameters: results and bias begin at own row window_first; stats of the first row are at stats_first
+// parameters: results and bias begin at own row range_first; stats of the first row are at stats_first
 {% import "scores.wgsl" as scores with context %}
 {% set queries = side == "queries" %}
 {% set chain = chain // streamed_rows * streamed_rows %}
@@ -57,7 +57,7 @@
 {{ output(result_second, to, 4) }}
 {% endif %}
 {% set strides = scores.strides("q k v grad %s %s" % (result_first, result_second)) %}
-{{ params("tile_count: u32, window_first: i32, window_past: i32, stats_first: u32, " ~ ("streamed_first: i32, streamed_past: i32, resumes: u32, finishes: u32, " if windowed else "") ~ strides ~ ", " ~ scores.fields(variant)) }}
+{{ params("tile_count: u32, range_first: i32, range_past: i32, stats_first: u32, " ~ ("streamed_first: i32, streamed_past: i32, resumes: u32, finishes: u32, " if ranged else "") ~ strides ~ ", " ~ scores.fields(variant)) }}
 {{ scores.functions(variant) }}
 {{ scores.logits(variant) }}
 
@@ -85,12 +85,12 @@ var<workgroup> weights_second: array<vec4<f32>, {{ own_tile }}>;
 
 {# Streamed rows that an own row sees, of those that are bound. #}
 {% macro visible(row) -%}
-{% set range = "visible_keys(%s + offset, extent)" % row if queries else "visible_queries(%s, extent)" % row %}
-{{ "within(%s, streamed_window)" % range if windowed else range }}
+{% set seen = "visible_keys(%s + offset, extent)" % row if queries else "visible_queries(%s, extent)" % row %}
+{{ "within(%s, streamed_range)" % seen if ranged else seen }}
 {%- endmacro %}
-{% if windowed %}
-fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
-    return vec2<i32>(max(range.x, window.x), max(min(range.y, window.y), 0));
+{% if ranged %}
+fn within(seen: vec2<i32>, range: vec2<i32>) -> vec2<i32> {
+    return vec2<i32>(max(seen.x, range.x), max(min(seen.y, range.y), 0));
 }
 {% endif %}
 {% if variant.mask %}
@@ -136,15 +136,15 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
 {% endif %}
     let offset = extent.keys - extent.queries;
     let own_past = extent.{{ "queries" if queries else "keys" }};
-    // Results and biases that are larger than a binding are cut into windows of own rows.
-    let window_first = params.window_first - i32(own_start);
-    let window_past = min(params.window_past - i32(own_start), own_count);
-    if (own_first >= window_past || own_first + {{ own_tile }} <= window_first) { return; }
+    // Results and biases that are larger than a binding are cut into ranges of own rows.
+    let range_first = params.range_first - i32(own_start);
+    let range_past = min(params.range_past - i32(own_start), own_count);
+    if (own_first >= range_past || own_first + {{ own_tile }} <= range_first) { return; }
 
     // Streamed rows [start, past) are seen by some own row; all own rows see those in [whole, whole_past).
     let own_last = min(own_first + {{ own_tile }}, own_past) - 1;
-{% if windowed %}
-    let streamed_window = vec2<i32>(params.streamed_first, params.streamed_past) - i32(streamed_start);
+{% if ranged %}
+    let streamed_range = vec2<i32>(params.streamed_first, params.streamed_past) - i32(streamed_start);
 {% endif %}
     let seen_by_first = {{ visible("own_first") }};
     let seen_by_last = {{ visible("own_last") }};
@@ -163,14 +163,14 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
 {% endif %}
 
 {# Of what is bound; they may be below 0, and wrap. #}
-{% set own_bound = "(own_start - u32(params.window_first))" if windowed else "own_start" %}
-{% set streamed_bound = "(streamed_start - u32(params.streamed_first))" if windowed else "streamed_start" %}
+{% set own_bound = "(own_start - u32(params.range_first))" if ranged else "own_start" %}
+{% set streamed_bound = "(streamed_start - u32(params.streamed_first))" if ranged else "streamed_start" %}
     let {{ own[0] }}_base = batch * params.{{ own[0] }}_b + own_head * params.{{ own[0] }}_h + {{ own_bound }} * params.{{ own[0] }}_s;
     let {{ own[1] }}_base = batch * params.{{ own[1] }}_b + own_head * params.{{ own[1] }}_h + {{ own_bound }} * params.{{ own[1] }}_s;
     let last_own = max(own_past, 1) - 1;
 {% for i in range(rows) %}
-{% if windowed %}
-    let own_row{{ i }} = u32(clamp(own_first + i32(group * {{ rows }}u) + {{ i }}, max(window_first, 0), window_past - 1));
+{% if ranged %}
+    let own_row{{ i }} = u32(clamp(own_first + i32(group * {{ rows }}u) + {{ i }}, max(range_first, 0), range_past - 1));
 {% else %}
     let own_row{{ i }} = u32(min(own_first + i32(group * {{ rows }}u) + {{ i }}, last_own));
 {% endif %}
@@ -193,21 +193,21 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
 {% endfor %}
 {% if chain %}
     var chained = 0; // rows that are in the sums
-    var has_kept = {{ "params.resumes != 0u" if windowed else "false" }};
+    var has_kept = {{ "params.resumes != 0u" if ranged else "false" }};
 {% endif %}
 
     // The own row whose scores this lane computes, what it may see, and from which streamed row of a chunk on.
     let my_row = own_first + i32(group * {{ rows }}u + lane % {{ rows }}u);
 {% if may_hide %}
 {% if variant.bias %}
-    let my_row_bound = u32(my_row - window_first); // in what is bound of the bias
+    let my_row_bound = u32(my_row - range_first); // in what is bound of the bias
 {% endif %}
-    let my_row_outside = my_row < {{ "window_first" if queries else "max(window_first, extent.first_key)" }} || my_row >= min(window_past, own_past);
+    let my_row_outside = my_row < {{ "range_first" if queries else "max(range_first, extent.first_key)" }} || my_row >= min(range_past, own_past);
 {% if queries %}
     var saw = 0u; // bits of all weights of that row
 {% endif %}
 {% endif %}
-    let my_range = {{ visible("my_row") }};
+    let my_visible = {{ visible("my_row") }};
 {% if spread > 1 %}
     var slot_first = 0;
 {% set state = namespace(step=rows, half=chunk // 2) %}
@@ -224,8 +224,8 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
     let head = own_head;
 {% if variant.mask %}
     // Queries of this workgroup, and the words of the mask of this lane's own.
-    let of_first = u32(max(own_first, window_first));
-    let of_last = u32(max(min(own_last, window_past - 1), i32(of_first)));
+    let of_first = u32(max(own_first, range_first));
+    let of_last = u32(max(min(own_last, range_past - 1), i32(of_first)));
     let mask_row = mask_row_at(batch, head, clamp(u32(my_row), of_first, of_last));
 {% endif %}
 {% if variant.bias %}
@@ -323,17 +323,17 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
                 seen_bits |= ((streamed_words[(i * {{ chunk }}u + u32(slot_first + {{ m }})) * {{ own_words }}u + my_word] >> my_bit) & 1u) << {{ m }}u;
 {% endfor %}
 {% endif %}
-                seen_bits = select(seen_bits & within_band(my_range, chunk_first + slot_first), 0u, my_row_outside);
+                seen_bits = select(seen_bits & within_band(my_visible, chunk_first + slot_first), 0u, my_row_outside);
             }
 {% if subgroups %}
             if (partial && subgroupAll(seen_bits == 0u)) { continue; }
 {% endif %}
 {% elif subgroups and (variant.left or variant.right) %}
-            if (partial && subgroupAll(chunk_first >= my_range.y || chunk_first + {{ chunk }} <= my_range.x)) { continue; }
+            if (partial && subgroupAll(chunk_first >= my_visible.y || chunk_first + {{ chunk }} <= my_visible.x)) { continue; }
 {% endif %}
 {% if variant.bias %}
             // Read before the products, which take long.
-{% set streamed_bound = "chunk_first + slot_first" ~ (" - params.streamed_first" if windowed else "") %}
+{% set streamed_bound = "chunk_first + slot_first" ~ (" - params.streamed_first" if ranged else "") %}
 {% if queries %}
 {{ scores.biases(variant, "bias_row", "u32(%s)" % streamed_bound, slots) }}
 {% else %}
@@ -414,7 +414,7 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
                     let seen = (seen_bits & {{ 2 ** m }}u) != 0u;
 {% else %}
                     let row = chunk_first + slot_first + {{ m }};
-                    let seen = (row >= my_range.x) & (row < my_range.y);
+                    let seen = (row >= my_visible.x) & (row < my_visible.y);
 {% endif %}
                     p_{{ m }} = select(0.0, p_{{ m }}, seen);
 {% if need_second %}
@@ -469,7 +469,7 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
 {% for i in range(rows) %}
     {
         let row = own_first + i32(group * {{ rows }}u) + {{ i }};
-        if (row >= window_first && row < window_past) {
+        if (row >= range_first && row < range_past) {
             // Queries that do not exist or see nothing, and keys that do not exist, have gradient 0, even if they hold NaN.
 {% if queries %}
             let seen = visible_keys(row + offset, extent);
@@ -478,11 +478,11 @@ fn finished(sum: vec4<f32>, none: bool, bad: bool) -> vec4<f32> {
             let none = row >= extent.keys || row < extent.first_key;
 {% endif %}
 {% if result_first %}
-            let {{ result_first }}_at = {{ result_first }}_base + u32(row - window_first) * params.{{ result_first }}_s;
+            let {{ result_first }}_at = {{ result_first }}_base + u32(row - range_first) * params.{{ result_first }}_s;
 {{ rows_of.store_own("sum%d" % i, result_first, first, first_each, " * params.scale") }}
 {% endif %}
 {% if result_second %}
-            let {{ result_second }}_at = {{ result_second }}_base + u32(row - window_first) * params.{{ result_second }}_s;
+            let {{ result_second }}_at = {{ result_second }}_base + u32(row - range_first) * params.{{ result_second }}_s;
 {{ rows_of.store_own("sum_second%d" % i, result_second, second, second_each, " * params.kept_scale" if variant.dropout else "") }}
 {% endif %}
         }

@@ -213,8 +213,8 @@ subgroupShuffle({{ name }}_{{ kk % slots }}, lanes_first + {{ state.lane }}u)
 {% macro keep(sum, i, name, vectors, each) %}
             {
                 let row = own_first + i32(group * {{ rows }}u) + {{ i }};
-                if (row >= window_first && row < window_past) {
-                    let {{ name }}_at = {{ name }}_base + u32(row - window_first) * params.{{ name }}_s;
+                if (row >= range_first && row < range_past) {
+                    let {{ name }}_at = {{ name }}_base + u32(row - range_first) * params.{{ name }}_s;
 {% for n in range(each) %}
                     {{ of_lane(n, vectors, each) }}{
                         if (has_kept) { {{ sum }}{{ i }}_{{ n }} += load_{{ name }}({{ name }}_at + {{ n * lanes }}u); }
@@ -231,7 +231,7 @@ subgroupShuffle({{ name }}_{{ kk % slots }}, lanes_first + {{ state.lane }}u)
 {% if chain %}
                 if (has_kept) { {{ sum }}_{{ n }} += load_{{ name }}({{ name }}_at + {{ n * lanes }}u); }
 {% endif %}
-{% if windowed %}
+{% if ranged %}
                 if (params.finishes == 0u) {
                     store_{{ name }}({{ name }}_at + {{ n * lanes }}u, {{ sum }}_{{ n }});
                 } else {

@@ -14,7 +14,7 @@
 {% import "scores.wgsl" as scores with context %}
 {{ scores.backward_inputs(variant, dtype) }}
 {{ output("partials", "f32", 1) }}
-{{ params("splits: u32, add: u32, window_first: i32, window_past: i32, stats_first: u32, " ~ scores.strides("q k v grad") ~ ", partials_split: u32, partials_b: u32, partials_h: u32, partials_q: u32, partials_k: u32, " ~ scores.fields(variant)) }}
+{{ params("splits: u32, add: u32, range_first: i32, range_past: i32, stats_first: u32, " ~ scores.strides("q k v grad") ~ ", partials_split: u32, partials_b: u32, partials_h: u32, partials_q: u32, partials_k: u32, " ~ scores.fields(variant)) }}
 {{ scores.functions(variant) }}
 {{ scores.logits(variant) }}
 
@@ -76,8 +76,8 @@ fn keep(at: u32, sum: f32, bad: bool) {
 @compute @workgroup_size(64) {{ main() }}
     let across = thread % 8u;
     let down = thread / 8u;
-    // Masks and biases that are larger than a binding are cut into windows of queries.
-    let q_tiles = (u32(params.window_past - params.window_first) + 31u) / 32u;
+    // Masks and biases that are larger than a binding are cut into ranges of queries.
+    let q_tiles = (u32(params.range_past - params.range_first) + 31u) / 32u;
     let k_tiles = (params.k_length + 31u) / 32u;
 
     // The tile of the bias, and the number of tiles of scores that read it: one for each combination of the broadcast dims.
@@ -114,12 +114,12 @@ fn keep(at: u32, sum: f32, bad: bool) {
         let extent = extent_of(batch);
         any_bad = any_bad || extent.bad;
         let offset = extent.keys - extent.queries;
-        let past_row = min(params.window_past, extent.queries);
-        let q_first = params.window_first + i32(q_tile * 32u);
+        let past_row = min(params.range_past, extent.queries);
+        let q_first = params.range_first + i32(q_tile * 32u);
         let k_first = i32(k_tile * 32u);
-        let first_range = visible_keys(q_first + offset, extent);
-        let last_range = visible_keys(min(q_first + 32, past_row) - 1 + offset, extent);
-        if (q_first < past_row && k_first < last_range.y && k_first + 32 > first_range.x{{ " && next_key(batch, head, u32(q_first), u32(min(q_first + 32, past_row) - 1), k_first, k_first + 32) == k_first" if variant.mask }}) {
+        let first_visible = visible_keys(q_first + offset, extent);
+        let last_visible = visible_keys(min(q_first + 32, past_row) - 1 + offset, extent);
+        if (q_first < past_row && k_first < last_visible.y && k_first + 32 > first_visible.x{{ " && next_key(batch, head, u32(q_first), u32(min(q_first + 32, past_row) - 1), k_first, k_first + 32) == k_first" if variant.mask }}) {
             let key_head = head / params.group;
             let row_at = u32(min(q_first + i32(thread % 32u), past_row - 1));
             let key_at = u32(min(k_first + i32(thread % 32u), extent.keys - 1));
@@ -136,9 +136,9 @@ fn keep(at: u32, sum: f32, bad: bool) {
 {% for i in range(4) %}
             {
                 let row = q_first + i32(down) + {{ 8 * i }};
-                let range = visible_keys(row + offset, extent);
+                let visible = visible_keys(row + offset, extent);
                 let query = u32(min(row, past_row - 1));
-                let query_bound = query - u32(params.window_first); // in what is bound of the bias
+                let query_bound = query - u32(params.range_first); // in what is bound of the bias
                 let own = bitcast<vec2<f32>>(load_stats(stats_base + query));
 {% for j in range(4) %}
                 {
@@ -153,7 +153,7 @@ fn keep(at: u32, sum: f32, bad: bool) {
 {% endif %}
                     let ds = exp2((logit - own.x) * LOG2E) * (dp - own.y);
                     // & instead of &&, which would be so many branches that a compiler runs out of memory.
-                    var seen = (row < past_row) & (key >= range.x) & (key < range.y) & (bitcast<u32>(added) != 0xff800000u);
+                    var seen = (row < past_row) & (key >= visible.x) & (key < visible.y) & (bitcast<u32>(added) != 0xff800000u);
 {% if variant.mask %}
                     seen = seen & !masked_out(batch, head, query, inside);
 {% endif %}
@@ -166,7 +166,7 @@ fn keep(at: u32, sum: f32, bad: bool) {
     }
 
     let base = split * params.partials_split + own_b * params.partials_b + own_h * params.partials_h;
-    let rows = u32(params.window_past - params.window_first);
+    let rows = u32(params.range_past - params.range_first);
     let row = own_q * 32u + down;
     let key = own_k * 32u + across;
 {% if per_query and per_key %}

@@ -20,14 +20,14 @@
 // of out, and start again in registers.
 //
 {% endif %}
-{% if windowed %}
-// A key head that is larger than a binding is cut into windows of keys, with one dispatch each: k and v start at key_first.
-// The results of earlier windows are read again (`resumes`) and continue as a chain does: the sums of a row, not yet divided
-// by its total, and in one vector after them the reference and the total. The last window (`finishes`) divides. An lse could
+{% if ranged %}
+// A key head that is larger than a binding is cut into ranges of keys, with one dispatch each: k and v start at key_first.
+// The results of earlier ranges are read again (`resumes`) and continue as a chain does: the sums of a row, not yet divided
+// by its total, and in one vector after them the reference and the total. The last range (`finishes`) divides. An lse could
 // not replace these two: next to a large reference, float32 has no digits for the logarithm of the total.
 //
 {% endif %}
-// variables: dtype; to, the dtype of out (float32 where it goes to memory on its way); windowed (bool);
+// variables: dtype; to, the dtype of out (float32 where it goes to memory on its way); ranged (bool);
 //            variant (scores.py); q_vectors, v_vectors: D and Dv in vectors of four; subgroups (bool);
 //            chain: keys after which sums go to memory (a tile and more), 0 for never;
 //            direct (bool): weights come from products in one multiplication and addition, with no logits in between;
@@ -66,7 +66,7 @@
 {% endif %}
 {{ output("out", to, 4) }}
 {{ output("lse", "f32", 1) }}
-{{ params(("power: f32, natural: f32, hidden: f32, first_reference: f32, " if direct else "") ~ "blocks: u32, first_row: u32, rows: u32, " ~ scores.strides("q k v out") ~ ", lse_b: u32, lse_h: u32, " ~ ("key_first: i32, key_past: i32, resumes: u32, finishes: u32, " if windowed else "") ~ scores.fields(variant)) }}
+{{ params(("power: f32, natural: f32, hidden: f32, first_reference: f32, " if direct else "") ~ "blocks: u32, first_row: u32, rows: u32, " ~ scores.strides("q k v out") ~ ", lse_b: u32, lse_h: u32, " ~ ("key_first: i32, key_past: i32, resumes: u32, finishes: u32, " if ranged else "") ~ scores.fields(variant)) }}
 {{ scores.functions(variant) }}
 {{ scores.logits(variant) }}
 // How far a row's maximum may rise above its reference before the reference follows.
@@ -107,11 +107,11 @@ fn within_band(seen: vec2<i32>, chunk_first: i32) -> u32 {
 
 {# Keys that a row at `position` sees, of those that are bound. #}
 {% macro visible(position) -%}
-{{ "within(visible_keys(%s, extent), window)" % position if windowed else "visible_keys(%s, extent)" % position }}
+{{ "within(visible_keys(%s, extent), range)" % position if ranged else "visible_keys(%s, extent)" % position }}
 {%- endmacro %}
-{% if windowed %}
-fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
-    return vec2<i32>(max(range.x, window.x), max(min(range.y, window.y), 0));
+{% if ranged %}
+fn within(seen: vec2<i32>, range: vec2<i32>) -> vec2<i32> {
+    return vec2<i32>(max(seen.x, range.x), max(min(seen.y, range.y), 0));
 }
 
 {% endif %}
@@ -146,8 +146,8 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
 
     // Keys [first, past) are seen by some row of this workgroup, those in [whole_first, whole_past) by all.
     let offset = extent.keys - extent.queries;
-{% if windowed %}
-    let window = vec2<i32>(params.key_first, params.key_past) - i32(first_key_token);
+{% if ranged %}
+    let range = vec2<i32>(params.key_first, params.key_past) - i32(first_key_token);
 {% endif %}
     let of_top = {{ visible("first_query + offset") }};
     let of_bottom = {{ visible("min(first_query + %d, extent.queries) - 1 + offset" % (threads // lanes * rows)) }};
@@ -179,7 +179,7 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
     let bias_row = bias_row_at(batch, head, select(0u, row, inside));
 {% endif %}
     let q_base = batch * params.q_b + head * params.q_h;
-{% set first_bound = "(first_key_token - u32(params.key_first))" if windowed else "first_key_token" %}{# may wrap #}
+{% set first_bound = "(first_key_token - u32(params.key_first))" if ranged else "first_key_token" %}{# may wrap #}
     let k_base = batch * params.k_b + key_head * params.k_h + {{ first_bound }} * params.k_s;
     let v_base = batch * params.v_b + key_head * params.v_h + {{ first_bound }} * params.v_s;
 {% for i in range(rows) %}
@@ -205,7 +205,7 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
     var kept_total = 0.0;
     var kept_reference = {{ first_reference }};
 {% endif %}
-{% if windowed %}
+{% if ranged %}
     let resumes = params.resumes != 0u;
     let so_far_at = batch * params.out_b + head * params.out_h + row * params.out_s + {{ v_vectors }}u;
     if (resumes && inside) {
@@ -222,7 +222,7 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
 {{ rows_of.places() }}
     let out_base = batch * params.out_b + head * params.out_h;
 {% if chain and variant.mask %}
-    var has_kept = {{ "resumes" if windowed else "false" }};
+    var has_kept = {{ "resumes" if ranged else "false" }};
     var begun = false;
     // A chain begins where the last tile of the one before ends: tiles that are skipped move that.
     var tile_first = {{ rows_of.next_of("first") }};
@@ -236,7 +236,7 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
 {% elif chain %}
     for (var chain_first = first; chain_first < past; chain_first += {{ chain }}) {
     if (chain_first > first) {
-{{ rows_of.keep("%schain_first > first + %d" % ("resumes || " if windowed else "", chain)) }}
+{{ rows_of.keep("%schain_first > first + %d" % ("resumes || " if ranged else "", chain)) }}
     }
     let chain_past = min(past, chain_first + {{ chain }});
 {% else %}
@@ -438,7 +438,7 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
 
 {% if chain %}
 {% if not variant.mask %}
-    let has_kept = {{ "resumes || " if windowed }}past - first > {{ chain }};
+    let has_kept = {{ "resumes || " if ranged }}past - first > {{ chain }};
 {% endif %}
     var kept_factor = exp2((kept_reference - reference){{ to_powers }});
     total = fma(kept_total, kept_factor, total);
@@ -459,7 +459,7 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
 {% if variant.sink %}
     if (empty && exists) { row_lse = sink_of(head); }
 {% endif %}
-{% if windowed %}
+{% if ranged %}
     let so_far = vec4<f32>(reference, total, 0.0, 0.0);
     if (params.finishes != 0u) { factor = factor / total{{ " * params.kept_scale" if variant.dropout }}; }
     factor = select(factor, 0.0, empty);
@@ -474,7 +474,7 @@ fn within(range: vec2<i32>, window: vec2<i32>) -> vec2<i32> {
 {% endif %}
     if (lane < {{ rows }}u && inside) {
         store_lse(batch * params.lse_b + head * params.lse_h + row, row_lse);
-{% if windowed %}
+{% if ranged %}
         store_out(so_far_at, so_far);
 {% endif %}
     }

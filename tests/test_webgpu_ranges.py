@@ -1,4 +1,4 @@
-"""Heads, ids and rows that are larger than a kernel may bind: worked on in windows, with the results of one piece.
+"""Heads, ids and rows that are larger than a kernel may bind: worked on in ranges, with the results of one piece.
 
 The binding is made so small that tensors of a test are larger: the same code as for heads of gigabytes.
 """
@@ -29,8 +29,8 @@ class Rendered(list):
 
         device.kernel = noted
 
-    def windowed(self, name):
-        return [variant for found, variant in self if found == name and variant.get("windowed")]
+    def ranged(self, name):
+        return [variant for found, variant in self if found == name and variant.get("ranged")]
 
 
 @pytest.fixture
@@ -93,28 +93,28 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
     ("queries", "keys"), [(17, 400), (400, 17), (300, 400)], ids=["many keys", "many queries", "many of both"]
 )
 def test_heads_larger_than_a_binding(rendered, queries, keys, inside, dtype):
-    """Grouped heads, causal: keys come in windows of the forward, and both sides in windows of the backward."""
+    """Grouped heads, causal: keys come in ranges of the forward, and both sides in ranges of the backward."""
     check(dtype, inputs(dtype, 4, 2, queries, keys, 32, 36, inside), causal=True)
-    assert bool(rendered.windowed("attention_forward")) == (keys > 100)
-    sides = {variant["side"] for variant in rendered.windowed("attention_backward")}
+    assert bool(rendered.ranged("attention_forward")) == (keys > 100)
+    sides = {variant["side"] for variant in rendered.ranged("attention_backward")}
     assert sides == {"queries", "keys"}
 
 
 @pytest.mark.parametrize("lowest", [-1e9, torch.finfo(torch.float32).min, 1e9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_of_huge_equal_logits_weigh_all_windows_alike(rendered, dtype, lowest):
+def test_rows_of_huge_equal_logits_weigh_all_ranges_alike(rendered, dtype, lowest):
     """Beside such a number a float32 has no digits left for the logarithm of how many keys there were."""
     q, k, v, _ = inputs(dtype, 1, 1, 8, 400, 32, 32)
     bias = torch.zeros(1, 1, 8, 400)
     bias[:, :, 2] = lowest
     out = hw.attention(q, k, v, bias=bias, backend="webgpu")
-    assert rendered.windowed("attention_forward")
+    assert rendered.ranged("attention_forward")
     close(out[:, :, 2], v.double().mean(2))
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_memory_of_windows_grows_with_their_number_and_not_with_its_square(rendered, packed):
-    """Heads lie inside, so that every window is copied; arrays keep all that a call has made until it ends."""
+def test_memory_of_ranges_grows_with_their_number_and_not_with_its_square(rendered, packed):
+    """Heads lie inside, so that every range is copied; arrays keep all that a call has made until it ends."""
     peaks = []
     for length in (250, 1000):
         runtime.forget()
@@ -158,28 +158,28 @@ def test_memory_of_windows_grows_with_their_number_and_not_with_its_square(rende
         "all lengths",
     ],
 )
-def test_flags_with_windows(rendered, flags):
+def test_flags_with_ranges(rendered, flags):
     check(torch.float32, inputs(torch.float32, 2, 1, 90, 400, 36, 32, batch=2 if "kv_lengths" in flags else 1), **flags)
-    assert rendered.windowed("attention_forward")
-    assert rendered.windowed("attention_backward")
+    assert rendered.ranged("attention_forward")
+    assert rendered.ranged("attention_backward")
 
 
 @DTYPES
-def test_masks_and_biases_with_windows(rendered, dtype):
+def test_masks_and_biases_with_ranges(rendered, dtype):
     mask = torch.rand(1, 1, 70, 400, generator=torch.Generator().manual_seed(1)) > 0.3
     mask[:, :, 3] = False
-    mask[:, :, 5, :250] = False  # this row sees nothing of the first windows
+    mask[:, :, 5, :250] = False  # this row sees nothing of the first ranges
     bias = torch.randn(1, 2, 70, 400, generator=torch.Generator().manual_seed(2)).to(dtype)
     bias[:, :, 7, 100:] = -torch.inf
     check(dtype, inputs(dtype, 2, 1, 70, 400, 32, 32), mask=mask, bias=bias)
     check(dtype, inputs(dtype, 2, 1, 70, 400, 32, 32), mask=mask, sink=torch.tensor([0.25, 3.0]))
-    assert rendered.windowed("attention_backward")
+    assert rendered.ranged("attention_backward")
 
 
 @DTYPES
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_packed_heads_larger_than_a_binding(rendered, dropout, dtype):
-    """Windows begin and end inside of sequences."""
+    """Ranges begin and end inside of sequences."""
     torch.manual_seed(3)
     cu = torch.tensor([0, 190, 190, 260, 403], dtype=torch.int32)
     q, k, v, grad = (torch.randn(403, heads, 32).to(dtype) for heads in (2, 1, 1, 2))
@@ -193,8 +193,8 @@ def test_packed_heads_larger_than_a_binding(rendered, dropout, dtype):
 
     for ours, expected in zip(on("webgpu", dtype), on("cpu", torch.float64), strict=True):
         close(ours, expected)
-    assert rendered.windowed("attention_forward")
-    assert rendered.windowed("attention_backward")
+    assert rendered.ranged("attention_forward")
+    assert rendered.ranged("attention_backward")
 
 
 @DTYPES
@@ -313,7 +313,7 @@ def test_what_is_refused_says_what_to_do(rendered):
 
 
 @pytest.mark.parametrize("tier", ["A", "C"])
-def test_windows_compile_under_tint(monkeypatch, tier, rendered):
+def test_ranges_compile_under_tint(monkeypatch, tier, rendered):
     device = runtime.device()
     if tier == "A":
         limits = {"tier": "A", "subgroup_size": 0, "workgroup_memory": 16384, "workgroup_threads": 256}
@@ -325,7 +325,7 @@ def test_windows_compile_under_tint(monkeypatch, tier, rendered):
             check(dtype, tensors, **flags)
     seen = set()
     for name, variant in rendered:
-        if variant.get("windowed") or name == "round_rows":
+        if variant.get("ranged") or name == "round_rows":
             seen.add((name, variant.get("subgroups")))
             compile_with_tint(shaders.render(name, dialect=shaders.TINT, **variant).text, floor=tier == "A")
     assert {name for name, _ in seen} == {"attention_forward", "attention_backward", "round_rows"}
