@@ -206,6 +206,8 @@ def test_many_sources_are_scattered_and_the_last_one_wins(dtype):
     index = torch.randint(700, (3, 2100, 4))
     same(lambda x, i, y: x.scatter(1, i, y), x, index, source)
     same(lambda x, i, y: x.scatter(1, i, True), x, index, source)
+    if dtype != torch.bfloat16:
+        same(lambda x, i, y: x.scatter_reduce(1, i, y, "amax"), x.nan_to_num(), index, source.nan_to_num())
     rows = torch.randint(700, (2100,))
     same(lambda x, i, y: x.index_copy(1, i, y), x, rows, source)
     same(lambda x, i, y: x.index_put((i % 3, i), y[0, :, 0, None].expand(-1, 4)), x, rows, source)

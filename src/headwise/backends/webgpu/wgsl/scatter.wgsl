@@ -50,10 +50,12 @@ fn first_of(element: u32) -> u32 {
         value = source;
 {% else %}
         {{ "" if own else "if (met == 0u) { value = source; } else " }}{
-{% if op in ("add", "mean") %}
-            value = {{ "long_add(value, source)" if kind == "l" else "value || source" if kind == "b" else "value + source" }};
+{% if kind == "b" %}
+            value = value {{ "||" if op in ("add", "mean", "max") else "&&" }} source;
+{% elif op in ("add", "mean") %}
+            value = {{ "long_add(value, source)" if kind == "l" else "value + source" }};
 {% elif op == "mul" %}
-            value = {{ "long_mul(value, source)" if kind == "l" else "value && source" if kind == "b" else "value * source" }};
+            value = {{ "long_mul(value, source)" if kind == "l" else "value * source" }};
 {% else %}
             value = {{ ("long_%s" % op if kind == "l" else "%s_of" % op if kind == "f" else op) }}(value, source);
 {% endif %}
