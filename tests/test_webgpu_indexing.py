@@ -301,6 +301,10 @@ def test_a_masked_write_is_captured():
     assert torch.equal(y.cpu(), (new * 2).clamp(-1, 0))
 
 
+def test_a_mask_that_chooses_nothing_needs_no_source():
+    same(lambda x, m, y: x.masked_scatter(m, y), torch.randn(3), torch.zeros(3, dtype=torch.bool), torch.zeros(0))
+
+
 def test_values_for_each_place_of_a_mask():
     x, mask = torch.zeros(4, 3), torch.tensor([True, False, True, True])
     same(lambda x, m, y: x.index_put((m,), y), x, mask, torch.randn(3, 3))

@@ -197,6 +197,7 @@ _WHOLE = (
     "arange.start",
     "arange.start_step",
     "linspace",
+    "logspace",
     "eye",
     "eye.m",
     "randperm",

@@ -277,6 +277,8 @@ def _masked_scatter(x: Array, mask: Array, source: Array) -> Any:
             f"masked_scatter: expected self and source to have same dtypes but got {x.dtype} and {source.dtype}"
         )
     shape = torch.broadcast_shapes(tuple(x.shape), tuple(mask.shape))
+    if source.numel() == 0:  # right if the mask chooses nothing; else as loud as a source that is too short
+        source = cast(Array, x.new_full((1,), math.nan if x.dtype.is_floating_point else 0))
     whole: Any = mask.expand(shape).reshape(-1)
     places = (whole.to(torch.int32).cumsum(0) - 1).clamp(min=0)
     return torch.where(mask, source.reshape(-1)[places].view(shape), x)
