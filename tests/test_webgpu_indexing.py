@@ -182,7 +182,7 @@ def _elements(dtype, shape):
 @pytest.mark.parametrize("descending", [False, True])
 def test_long_rows_are_sorted_as_on_the_cpu(dtype, descending):
     # Several tiles of 2048 keys in each row, the last one not full.
-    for shape, dim in (((3, 4999), 1), ((300, 3), 0), ((2, 257, 2), 1)):
+    for shape, dim in (((3, 4999), 1), ((300, 3), 0), ((2, 1025, 2), 1)):
         same(
             lambda x, dim=dim: tuple(torch.sort(x, dim=dim, descending=descending, stable=True)),
             _elements(dtype, shape),
@@ -206,6 +206,8 @@ def test_many_sources_are_scattered_and_the_last_one_wins(dtype):
     index = torch.randint(700, (3, 2100, 4))
     same(lambda x, i, y: x.scatter(1, i, y), x, index, source)
     same(lambda x, i, y: x.scatter(1, i, True), x, index, source)
+    if dtype != torch.bfloat16:
+        same(lambda x, i, y: x.scatter_reduce(1, i, y, "amax"), x.nan_to_num(), index, source.nan_to_num())
     rows = torch.randint(700, (2100,))
     same(lambda x, i, y: x.index_copy(1, i, y), x, rows, source)
     same(lambda x, i, y: x.index_put((i % 3, i), y[0, :, 0, None].expand(-1, 4)), x, rows, source)
@@ -297,6 +299,10 @@ def test_a_masked_write_is_captured():
     new = torch.randn(50)
     step(new)
     assert torch.equal(y.cpu(), (new * 2).clamp(-1, 0))
+
+
+def test_a_mask_that_chooses_nothing_needs_no_source():
+    same(lambda x, m, y: x.masked_scatter(m, y), torch.randn(3), torch.zeros(3, dtype=torch.bool), torch.zeros(0))
 
 
 def test_values_for_each_place_of_a_mask():

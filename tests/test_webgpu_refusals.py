@@ -148,6 +148,14 @@ def test_a_compiled_write_to_a_slice():
     assert torch.equal(there.cpu(), cache)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+def test_inductor_is_refused_by_name():
+    model = nn.Linear(4, 4).to(DEVICE)
+    with pytest.raises(Exception, match=r"no inductor backend for webgpu.*aot_eager"):
+        torch.compile(model)(torch.ones(2, 4, device=DEVICE))
+    assert torch.compile(model, backend="aot_eager")(torch.ones(2, 4, device=DEVICE)).shape == (2, 4)
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("bias", [True, False])
 def test_recurrent_layers_train_as_on_the_cpu(kind, bias):

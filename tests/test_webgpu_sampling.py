@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-import headwise.webgpu  # noqa: F401  registers the device
+import headwise.webgpu
 
 DEVICE = "webgpu"
 
@@ -52,3 +52,28 @@ def test_chances_of_any_size_are_weighed_against_each_other():
         p = torch.tensor([3.0, 1.0, 0.0, 4.0], device=DEVICE) * scale
         found = torch.multinomial(p, 4096, replacement=True).cpu().bincount(minlength=4) / 4096
         assert torch.allclose(found, torch.tensor([3 / 8, 1 / 8, 0, 1 / 2]), atol=0.04)
+
+
+def test_top_p_over_a_large_vocabulary_in_a_capture():
+    """What is left of the chances equals the CPU's, element by element; nothing is read back."""
+
+    def kept(logits):
+        ordered, places = logits.sort(dim=-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        drop = torch.zeros_like(before, dtype=torch.bool).scatter(-1, places, before > 0.9)
+        return logits.masked_fill(drop, -math.inf)
+
+    torch.manual_seed(0)
+    logits = torch.randn(3, 128000) * 4
+    there = torch.zeros(3, 128000, device=DEVICE)
+    with headwise.webgpu.capture(there) as step:
+        left = kept(there)
+        drawn = torch.multinomial(left.softmax(-1), 1)
+    step(logits)
+    expected, found = kept(logits), left.cpu()
+    # The last one that is kept may differ, where the sums round to either side.
+    assert (found.isinf() != expected.isinf()).sum(-1).max() <= 1
+    assert found.isfinite().sum(-1).min() > 100
+    for _ in range(3):
+        step(logits)
+        assert found.gather(-1, drawn.cpu()).isfinite().all()

@@ -94,6 +94,15 @@ class _Module:
 
         random.stream.restore(state)
 
+    @property
+    def Scheduling(self) -> Any:
+        """Inductor's name, and so are the next three."""
+        from headwise.backends.webgpu import no_inductor
+
+        return no_inductor.announced(NAME)
+
+    PythonWrapperCodegen = CppWrapperCodegen = WrapperFxCodegen = Scheduling
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 
@@ -197,6 +206,7 @@ _WHOLE = (
     "arange.start",
     "arange.start_step",
     "linspace",
+    "logspace",
     "eye",
     "eye.m",
     "randperm",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from headwise.backends.webgpu.aten import (
     convolutions,
+    counting,
     indexing,
     loading,
     making,
@@ -27,6 +28,6 @@ from headwise.backends.webgpu.aten import (
 from headwise.backends.webgpu.aten.rest import missing
 
 __all__ = [
-    "convolutions", "indexing", "loading", "making", "missing", "optimizers", "pointwise", "products", "random",
+    "convolutions", "counting", "indexing", "loading", "making", "missing", "optimizers", "pointwise", "products", "random",
     "recurrent", "reductions", "resampling", "rows", "sorting", "views", "wide", "writing",
 ]  # fmt: skip

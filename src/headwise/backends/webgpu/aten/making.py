@@ -329,6 +329,7 @@ def _from_cpu(func: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 FACTORIES: dict[str, Callable[..., Any]] = {
     "arange": _arange_to, "arange.start": _arange, "arange.start_step": _arange, "linspace": _from_cpu(torch.linspace),
+    "logspace": _from_cpu(torch.logspace),
     "eye": _from_cpu(torch.eye), "eye.m": _from_cpu(torch.eye), "randperm": _from_cpu(torch.randperm),
     "tril_indices": _from_cpu(torch.tril_indices), "triu_indices": _from_cpu(torch.triu_indices),
 }  # fmt: skip

@@ -229,7 +229,7 @@ def _scanned(device: Device, x: Region, dim: int, op: str, dtype: torch.dtype) -
     return making.cast_to(device, y, dtype)
 
 
-def _scan(op: str) -> Callable[..., Any]:
+def scan(op: str) -> Callable[..., Any]:
     def run(x: Array, dim: int, *, dtype: Any = None) -> Any:
         to = dtype or (x.dtype if x.dtype.is_floating_point else torch.int64)
         if x.dtype != to and not (to.is_floating_point and x.dtype.is_floating_point):
@@ -269,10 +269,10 @@ OPERATORS |= {
     aten._log_softmax_backward_data.default: _log_softmax_backward,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
-    aten.cumsum.default: _scan("sum"),
-    aten.cumprod.default: _scan("prod"),
-    aten.cumsum_.default: _in_place(_scan("sum")),
-    aten.cumprod_.default: _in_place(_scan("prod")),
+    aten.cumsum.default: scan("sum"),
+    aten.cumprod.default: scan("prod"),
+    aten.cumsum_.default: _in_place(scan("sum")),
+    aten.cumprod_.default: _in_place(scan("prod")),
     aten.tril.default: _TRIANGLES["tril"],
     aten.triu.default: _TRIANGLES["triu"],
     aten.tril_.default: _in_place(_TRIANGLES["tril"]),

@@ -200,6 +200,9 @@ RULES: dict[str, Rule] = {
         "i": f"x {sign} other", "l": f"x {sign} other", "b": f"x {'!=' if sign == '^' else sign} other",
     })
        for name, sign in _BITS.items()},
+    **{name: Rule({"i": f"int_{way}(x, other)", "l": f"long_{way}(x, other)"})
+       for name, way in (("__lshift__", "left"), ("__ilshift__", "left"), ("bitwise_left_shift", "left"),
+                         ("__rshift__", "right"), ("__irshift__", "right"), ("bitwise_right_shift", "right"))},
     **{f"logical_{name}": Rule({
         "f": f"is_true(x) {sign} is_true(other)", "i": f"(x != 0) {sign} (other != 0)",
         "l": f"any(x != {_LONG_ZERO}) {sign} any(other != {_LONG_ZERO})", "b": f"x {sign} other",

@@ -19,7 +19,7 @@ from headwise.backends.webgpu.storage import Region
 
 aten = torch.ops.aten
 
-_RANKED = 256  # elements of a row up to which each is compared with each
+_RANKED = 1024  # elements of a row up to which each is compared with each
 _PICKED = 16  # elements that are picked one by one
 _KEY_BITS = {"f16": 19, "bf16": 16, "i16": 16, "i8": 8, "u8": 8, "bool": 1}  # floats of 16 bits are read as 32
 

@@ -15,6 +15,7 @@ from headwise.backends.webgpu import copies, embedding, radix
 from headwise.backends.webgpu.array import OPERATORS, Array, array
 from headwise.backends.webgpu.aten import elementwise
 from headwise.backends.webgpu.aten.indexing import as_numbers, check_numbers, check_sizes, indexed_shape
+from headwise.backends.webgpu.capture_errors import note_number
 from headwise.backends.webgpu.device import Device
 from headwise.backends.webgpu.mixed_devices import MixedDevices
 from headwise.backends.webgpu.recorder import replayed
@@ -201,6 +202,8 @@ def _index_fill(x: Array, dim: int, index: Array, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.dim():
             raise RuntimeError(f"index_fill: the value has shape {tuple(value.shape)}; it needs to be one number")
+        if not isinstance(value, Array):
+            note_number("aten::index_fill_", value)
         value = array(value).to(x.dtype).view(1)
     return _along(x, dim, index, value if isinstance(value, Array) else _number(x, value), "set", wraps=True)
 
@@ -212,6 +215,7 @@ def _index_put(x: Array, indices: Sequence[Any], values: Any, accumulate: bool =
     if not isinstance(values, Array):
         if values.dim():
             raise MixedDevices("index_put")
+        note_number("aten::index_put_", values)
         values = array(values)
     masked = _where_masked(x, indices, values, accumulate)
     if masked is not None:
@@ -277,6 +281,8 @@ def _masked_scatter(x: Array, mask: Array, source: Array) -> Any:
             f"masked_scatter: expected self and source to have same dtypes but got {x.dtype} and {source.dtype}"
         )
     shape = torch.broadcast_shapes(tuple(x.shape), tuple(mask.shape))
+    if source.numel() == 0:  # right if the mask chooses nothing; else as loud as a source that is too short
+        source = cast(Array, x.new_full((1,), math.nan if x.dtype.is_floating_point else 0))
     whole: Any = mask.expand(shape).reshape(-1)
     places = (whole.to(torch.int32).cumsum(0) - 1).clamp(min=0)
     return torch.where(mask, source.reshape(-1)[places].view(shape), x)

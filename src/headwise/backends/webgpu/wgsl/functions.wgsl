@@ -496,6 +496,32 @@ fn long_power(x: vec2<u32>, n: vec2<u32>) -> vec2<u32> {
     return y;
 }
 
+fn long_left(a: vec2<u32>, by: vec2<u32>) -> vec2<u32> {
+    if (by.y != 0u || by.x >= 64u) { return vec2<u32>(0u); }
+    if (by.x >= 32u) { return vec2<u32>(0u, a.x << (by.x - 32u)); }
+    if (by.x == 0u) { return a; }
+    return vec2<u32>(a.x << by.x, (a.y << by.x) | (a.x >> (32u - by.x)));
+}
+
+fn long_right(a: vec2<u32>, by: vec2<u32>) -> vec2<u32> {
+    let high = bitcast<i32>(a.y);
+    let sign = bitcast<u32>(high >> 31u);
+    if (by.y != 0u || by.x >= 64u) { return vec2<u32>(sign); }
+    if (by.x >= 32u) { return vec2<u32>(bitcast<u32>(high >> (by.x - 32u)), sign); }
+    if (by.x == 0u) { return a; }
+    return vec2<u32>((a.x >> by.x) | (a.y << (32u - by.x)), bitcast<u32>(high >> by.x));
+}
+
+fn int_left(a: i32, by: i32) -> i32 {
+    if (by < 0 || by > 31) { return 0; }
+    return a << u32(by);
+}
+
+fn int_right(a: i32, by: i32) -> i32 {
+    if (by < 0 || by > 31) { return a >> 31u; }
+    return a >> u32(by);
+}
+
 fn long_sign(a: vec2<u32>) -> vec2<u32> {
     if (all(a == vec2<u32>(0u))) { return a; }
     return select(vec2<u32>(1u, 0u), vec2<u32>(0xffffffffu), long_is_minus(a));

@@ -1,11 +1,11 @@
-// Running sums or products along a dim: y[…, i, …] = x[…, 0, …] + … + x[…, i, …].
+// Running sums, products or extremes along a dim: y[…, i, …] = x[…, 0, …] + … + x[…, i, …].
 //
 //   x   (outer, length, inner), any strides of these three
 //   y   contiguous, in numbers of 32 or 64 bits
 //
 // A workgroup has a line; a thread a piece of it, which it adds up, and again once it is known what comes before.
 //
-// variables: x (dtype), y (dtype: "f32", "i32", "i64"), kind, op ("sum" or "prod")
+// variables: x (dtype), y (dtype: "f32", "i32", "i64"), kind, op ("sum", "prod", "max", "min")
 {% import "numbers.wgsl" as numbers with context %}
 {% set T = numbers.TYPES[kind] %}
 {{ input("x", numbers.stored(x), 1) }}
@@ -17,7 +17,7 @@
 var<workgroup> pieces: array<{{ T }}, 256>;
 
 fn joined(a: {{ T }}, b: {{ T }}) -> {{ T }} {
-    return {{ {"sum": "long_add(a, b)", "prod": "long_mul(a, b)"}[op] if kind == "l" else "a + b" if op == "sum" else "a * b" }};
+    return {{ {"sum": "long_add(a, b)", "prod": "long_mul(a, b)", "max": "long_max(a, b)", "min": "long_min(a, b)"}[op] if kind == "l" else "a + b" if op == "sum" else "a * b" if op == "prod" else ("%s_of(a, b)" if kind == "f" else "%s(a, b)") % op }};
 }
 
 @compute @workgroup_size(256) {{ main() }}
@@ -27,7 +27,7 @@ fn joined(a: {{ T }}, b: {{ T }}) -> {{ T }} {
     let base = outer * params.x_outer + inner * params.x_inner;
     let first = thread * params.piece;
     let end = min(first + params.piece, params.length);
-    let nothing = {{ {"sum": {"f": "0.0", "i": "0", "l": "vec2<u32>(0u)"}, "prod": {"f": "1.0", "i": "1", "l": "vec2<u32>(1u, 0u)"}}[op][kind] }};
+    let nothing = {{ {"sum": {"f": "0.0", "i": "0", "l": "vec2<u32>(0u)"}, "prod": {"f": "1.0", "i": "1", "l": "vec2<u32>(1u, 0u)"}, "max": {"f": "-infinity()", "i": "(-2147483647 - 1)", "l": "vec2<u32>(0u, 0x80000000u)"}, "min": {"f": "infinity()", "i": "2147483647", "l": "vec2<u32>(0xffffffffu, 0x7fffffffu)"}}[op][kind] }};
     var state = nothing;
     for (var i = first; i < end; i++) {
         let raw = load_x(base + i * params.x_along);

@@ -15,6 +15,7 @@
 {% import "numbers.wgsl" as numbers with context %}
 {% set T = numbers.TYPES[kind] %}
 {% set width = {"i64": 1, "i16": 2}.get(dtype, 4) %}
+{% set at_once = 4 %}
 {{ input("x", numbers.stored(dtype), 1) }}
 {% if how == "look" %}
 {{ input("keys", keys, 1) }}
@@ -43,17 +44,19 @@ fn first_of(element: u32) -> u32 {
 }
 
 {% endif %}
-{% macro taken_from(j) %}
-        let raw_source = load_source(outer * params.of_outer + {{ j }} * params.of_along + inner * params.of_inner);
-        let source = {{ numbers.taken("raw_source", dtype, kind) }};
+{% macro source_at(j) %}load_source(outer * params.of_outer + {{ j }} * params.of_along + inner * params.of_inner){% endmacro %}
+{% macro taken(raw) %}
+        let source = {{ numbers.taken(raw, dtype, kind) }};
 {% if op == "set" %}
         value = source;
 {% else %}
         {{ "" if own else "if (met == 0u) { value = source; } else " }}{
-{% if op in ("add", "mean") %}
-            value = {{ "long_add(value, source)" if kind == "l" else "value || source" if kind == "b" else "value + source" }};
+{% if kind == "b" %}
+            value = value {{ "||" if op in ("add", "mean", "max") else "&&" }} source;
+{% elif op in ("add", "mean") %}
+            value = {{ "long_add(value, source)" if kind == "l" else "value + source" }};
 {% elif op == "mul" %}
-            value = {{ "long_mul(value, source)" if kind == "l" else "value && source" if kind == "b" else "value * source" }};
+            value = {{ "long_mul(value, source)" if kind == "l" else "value * source" }};
 {% else %}
             value = {{ ("long_%s" % op if kind == "l" else "%s_of" % op if kind == "f" else op) }}(value, source);
 {% endif %}
@@ -76,18 +79,32 @@ fn result_of(at: u32) -> {{ T }} {
         if (key < 0) { key += i32(params.size); }
 {% endif %}
         if (key != i32(place)) { continue; }
-{{ taken_from("j") }}
+        let raw_source = {{ source_at("j") }};
+{{ taken("raw_source") }}
     }
 {% elif how == "last" %}
     let last = load_last({{ "place" if shared else "i" }});
     if (last > 0u) {
-{{ taken_from("(last - 1u)") }}
+        let raw_source = {{ source_at("(last - 1u)") }};
+{{ taken("raw_source") }}
     }
 {% else %}
     let element = {{ "place" if shared else "i" }};
-    for (var k = first_of(element); k < params.sources_count && load_targets(k) == element; k++) {
-        let j = {{ "load_sources(k)" if shared else "load_sources(k) / params.inner % params.length" }};
-{{ taken_from("j") }}
+    let first = first_of(element);
+    let end = first_of(element + 1u);
+    // All loads of a few sources before the first use: one element may have many.
+    for (var k = first; k < end; k += {{ at_once }}u) {
+{% for n in range(at_once) %}
+        let j{{ n }} = load_sources(min(k + {{ n }}u, end - 1u)){{ "" if shared else " / params.inner % params.length" }};
+{% endfor %}
+{% for n in range(at_once) %}
+        let raw{{ n }} = {{ source_at("j%d" % n) }};
+{% endfor %}
+{% for n in range(at_once) %}
+        if (k + {{ n }}u < end) {
+{{ taken("raw%d" % n) }}
+        }
+{% endfor %}
     }
 {% endif %}
 {% if op == "mean" %}
