@@ -37,8 +37,8 @@ def node_tests(operator):
     return [t for t in node._NodeTestCases if [n.op_type for n in t.model.graph.node] == [operator]]
 
 
-def run_by_onnx(backend, tests):
-    """The result of ONNX's runner over these tests, on the CPU."""
+def run_by_onnx(backend, tests, device="cpu"):
+    """The result of ONNX's runner over these tests."""
     from onnx.backend.test import BackendTest, runner
 
     with pytest.MonkeyPatch.context() as patch:  # the runner would make the tests of all operators first
@@ -46,7 +46,7 @@ def run_by_onnx(backend, tests):
         made = BackendTest(backend, __name__)
     kind = made.test_cases["OnnxBackendNodeModelTest"]
     result = unittest.TestResult()
-    unittest.TestSuite(kind(f"{test.name}_cpu") for test in tests).run(result)
+    unittest.TestSuite(kind(f"{test.name}_{device}") for test in tests).run(result)
     return result
 
 

@@ -18,13 +18,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Deprec
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert", "t5"])
 def test_dtypes_of_all_modules(name, weights):
+    hold_dtypes(name, weights)
+
+
+def hold_dtypes(name, weights, device="cpu"):
     """What each is given, and what it returns."""
     if name not in BY_NAME:
         pytest.skip("this release has attention code of its own in the model")
     inputs, _ = inputs_of(name, "right")
     found = []
     for patched in (False, True):
-        model, dtypes = build(BY_NAME[name], "eager").to(weights), {}
+        model, dtypes = build(BY_NAME[name], "eager").to(device, weights), {}
         if patched:
             adapter.patch(model)
         for path, module in model.named_modules():
@@ -34,8 +38,8 @@ def test_dtypes_of_all_modules(name, weights):
                 dtypes[path] = getattr(out, "dtype", None), *(x.dtype for x in given if isinstance(x, torch.Tensor))
 
             module.register_forward_hook(note)
-        with torch.autocast("cpu", torch.bfloat16):
-            model(**inputs)
+        with torch.autocast(device, torch.bfloat16):
+            model(**{name: x.to(device) for name, x in inputs.items()})
         found.append(dtypes)
     shared = found[0].keys() & found[1].keys()  # functions inside of a swapped module are not called
     assert len(shared) > 15

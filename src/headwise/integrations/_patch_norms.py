@@ -75,7 +75,8 @@ def _forward(what: str, eps_name: str, promotes: bool) -> Forward:
         key = (x.dtype, of_weight, device, torch.get_autocast_dtype(device))
         result = None if torch.compiler.is_compiling() else under_autocast.get(key)
         if result is None:
-            result = type(self).forward(self, x.new_empty(0, x.shape[-1])).dtype
+            with torch.no_grad():  # a checkpoint counts what is saved, and this happens once
+                result = type(self).forward(self, x.new_empty(0, x.shape[-1])).dtype
             if not torch.compiler.is_compiling():
                 under_autocast[key] = result
         wide = torch.promote_types(torch.promote_types(x.dtype, of_weight), result)
