@@ -13,6 +13,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+import headwise as hw
 from headwise.integrations import onnx as adapter
 
 NODE_TESTS = {
@@ -36,8 +37,8 @@ def node_tests(operator):
     return [t for t in node._NodeTestCases if [n.op_type for n in t.model.graph.node] == [operator]]
 
 
-def run_by_onnx(backend, tests):
-    """The result of ONNX's runner over these tests, on the CPU."""
+def run_by_onnx(backend, tests, device="cpu"):
+    """The result of ONNX's runner over these tests."""
     from onnx.backend.test import BackendTest, runner
 
     with pytest.MonkeyPatch.context() as patch:  # the runner would make the tests of all operators first
@@ -45,7 +46,7 @@ def run_by_onnx(backend, tests):
         made = BackendTest(backend, __name__)
     kind = made.test_cases["OnnxBackendNodeModelTest"]
     result = unittest.TestResult()
-    unittest.TestSuite(kind(f"{test.name}_cpu") for test in tests).run(result)
+    unittest.TestSuite(kind(f"{test.name}_{device}") for test in tests).run(result)
     return result
 
 
@@ -195,6 +196,62 @@ def test_one_node():
     x = np.full((2, 5), 3.0, dtype=np.float32)
     (y,) = adapter.Backend.run_node(helper.make_node("RMSNormalization", ["X", "W"], ["Y"]), [x, weight])
     np.testing.assert_allclose(y, 1.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])  # float32 in a node
+@pytest.mark.parametrize("mode", [0, 1, 2, 3])
+def test_scales_that_are_not_positive(scale, mode):
+    inputs = arrays(5, 7)
+    options = {"scale": scale, "softcap": 3.0, "qk_matmul_output_mode": mode}
+    node = helper.make_node("Attention", list("QKV"), ["Y", "", "", "S"], **options)
+    got = adapter.Backend.run_node(node, list(inputs.values()))
+    wanted = hw.attention(*(2 * scale * x if name == "Q" else x for name, x in tensors(inputs)), scale=0.5, softcap=3.0)
+    np.testing.assert_allclose(got[0], wanted, rtol=1e-9, atol=1e-11)
+    scores = np.einsum("bhid,bhjd->bhij", inputs["Q"], inputs["K"].repeat(2, 1)) * scale
+    if mode:
+        scores = 3.0 * np.tanh(scores / 3.0)
+    if mode == 3:
+        scores = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(got[1], scores, rtol=1e-9, atol=1e-11)
+
+
+def tensors(inputs):
+    return ((name, torch.from_numpy(x)) for name, x in inputs.items())
+
+
+@pytest.mark.parametrize(
+    "types", [("f4", "f4", "f2"), ("f2", "f2", "f4"), ("f2", "f4", "f4"), ("f4", "f2", "f8")], ids=str
+)
+def test_keys_and_values_of_other_types(types):
+    """The result has Q's type, and the present values have their own."""
+    given = [x.astype(kind) for x, kind in zip(arrays(5, 7).values(), types, strict=True)]
+    node = helper.make_node("Attention", list("QKV"), ["Y", "K2", "V2"])
+    out, *present = adapter.Backend.run_node(node, given)
+    assert [x.dtype.str[1:] for x in (out, *present)] == list(types)
+    wanted = hw.attention(*(torch.from_numpy(x).double() for x in given))
+    tolerance = 2e-3 if types[0] == "f2" else 1e-5
+    np.testing.assert_allclose(out, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_nothing_is_ignored_without_ignore_index(weighted):
+    """Labels that other libraries ignore, and others that are no class: NaN, and the rest is right."""
+    scores = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32)
+    labels = np.array([0, -100, 2, 7, -1])
+    weights = [np.linspace(0.5, 2.0, 7, dtype=np.float32)] if weighted else []
+    names = ["x", "y", "w"][: 2 + weighted]
+    losses = -np.log(np.exp(scores) / np.exp(scores).sum(-1, keepdims=True))[[0, 2], [0, 2]] * (
+        [0.5, 1.0] if weighted else 1.0
+    )
+
+    def run(**attributes):
+        node = helper.make_node("SoftmaxCrossEntropyLoss", names, ["l"], **attributes)
+        return adapter.Backend.run_node(node, [scores, labels, *weights])[0]
+
+    np.testing.assert_allclose(run(reduction="none"), [losses[0], np.nan, losses[1], np.nan, np.nan], rtol=1e-5)
+    assert np.isnan(run())
+    ignoring = run(reduction="none", ignore_index=-100)
+    np.testing.assert_allclose(ignoring, [losses[0], 0.0, losses[1], np.nan, np.nan], rtol=1e-5)
 
 
 def refused_models():

@@ -261,9 +261,8 @@ def test_a_module_of_pytorch_uses_it(monkeypatch):
 
 
 REFUSED = [
-    ("scale", lambda q: ((q, q, q), {"scale": -1.0})),
+    ("scale is nan", lambda q: ((q, q, q), {"scale": float("nan")})),
     ("attn_mask", lambda q: ((normal(2, 5, 3, 7, 8),) * 3, {"attn_mask": normal(2, 1, 3, 7, 7)})),
-    ("head dim", lambda q: ((q[..., :0], q[..., :0], q), {})),
 ]
 
 
@@ -278,9 +277,52 @@ def test_what_is_refused_goes_to_pytorch_only_on_request(named, make):
 
 def test_a_refused_call_with_a_causal_bias_goes_to_pytorch_too():
     q, k, v = qkv(5, 9)
-    with sdpa.override(fallback=True):
+    with sdpa.override(backend="triton", fallback=True):  # which has no float64
         got = F.scaled_dot_product_attention(q, k, v, attn_mask=torch_bias.causal_lower_right(5, 9), scale=-1.0)
     same(got, PYTORCHS(q, k, v, torch_bias.causal_lower_right(5, 9)._materialize(), scale=-1.0), (q, k, v))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, -0.7, 0, -2])
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+def test_scales_that_are_not_positive(scale, kind):
+    """0 is the mean of what is seen; below 0 the least similar keys count most."""
+    q, k, v = qkv(6, 9)
+    attn_mask = None if kind == "none" else normal(6, 9, seed=1)
+    if kind == "bool":
+        attn_mask = attn_mask > -0.3
+    same(ours(q, k, v, attn_mask, scale=scale), PYTORCHS(q, k, v, attn_mask, scale=scale), (q, k, v))
+
+
+def test_causal_with_a_scale_that_is_not_positive():
+    """PyTorch's causal kernel multiplies its -inf by 0; written as a mask, the two agree."""
+    q, k, v = qkv(7, 7)
+    for scale in (0.0, -0.7):
+        wanted = PYTORCHS(q, k, v, torch.ones(7, 7, dtype=torch.bool).tril(), scale=scale)
+        same(ours(q, k, v, is_causal=True, scale=scale), wanted, (q, k, v))
+
+
+def test_dropout_of_everything():
+    q, k, v = qkv(6, 9)
+    same(ours(q, k, v, dropout_p=1.0), PYTORCHS(q, k, v, dropout_p=1.0), (q, k, v))
+    for wrong in (1.5, -0.1, float("nan")):
+        with pytest.raises(ValueError, match="scaled_dot_product_attention: dropout_p is"):
+            ours(q, k, v, dropout_p=wrong)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "cut",
+    [(0, None, None), (None, 0, None), (None, None, 0), (None, 0, 0), (0, 0, 0)],
+    ids=["H", "E", "Ev", "E Ev", "all"],
+)
+def test_no_heads_and_no_columns(cut, is_causal):
+    heads, columns, of_values = cut
+    q, k, v = (x.detach() for x in qkv(6, 9))
+    q, k = (x[:, :heads, :, :columns].requires_grad_() for x in (q, k))
+    v = v[:, :heads, :, :of_values].requires_grad_()
+    # PyTorch's kernel divides by the root of 0 columns where it is causal.
+    wanted = PYTORCHS(q, k, v, visible(None, 6, 9, is_causal), scale=1.0)
+    same(ours(q, k, v, is_causal=is_causal), wanted, (q, k, v))
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
@@ -388,16 +430,16 @@ def flash_on_the_cpu():
 @pytest.mark.usefixtures("flash_on_the_cpu")
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_operator_of_pytorch(is_causal, inside):
+@pytest.mark.parametrize("scale", [0.4, -0.4, 0.0])
+def test_the_operator_of_pytorch(is_causal, inside, scale):
     q, k, v = (normal(2, 4, 9, 8, grad=True, seed=i) for i in range(3))
     given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)] if inside else (q, k, v)
-    out, lse, *_, queries, keys, _, _, _ = FLASH(*given, 0.0, is_causal, scale=0.4)
+    out, lse, *_, queries, keys, _, _, _ = FLASH(*given, 0.0, is_causal, scale=scale)
     assert (queries, keys) == (9, 9)
     assert out.stride() == torch.empty_like(given[0]).stride()
-    wanted, wanted_lse = hw.attention(q, k, v, causal=is_causal, scale=0.4, return_lse=True)
-    assert torch.equal(lse, wanted_lse)
-    same(out, PYTORCHS(q, k, v, is_causal=is_causal, scale=0.4), (q, k, v))
-    same(out.detach(), wanted.detach())
+    _, wanted_lse = hw.attention(q * (scale / 0.4), k, v, causal=is_causal, scale=0.4, return_lse=True)
+    same(lse, wanted_lse.detach())
+    same(out, PYTORCHS(q, k, v, visible(None, 9, 9, is_causal), scale=scale), (q, k, v))
 
 
 @pytest.mark.usefixtures("flash_on_the_cpu")

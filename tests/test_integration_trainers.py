@@ -78,10 +78,10 @@ def in_the_dtype_of(kind):
     return Float64Throughout() if kind == "truth" else contextlib.nullcontext()
 
 
-def arguments(folder, kind, **options):
+def arguments(folder, kind, device="cpu", **options):
     return {
         "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 3e-3,
-        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False, "seed": 0,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": device == "cpu", "bf16": False, "seed": 0,
         "gradient_checkpointing": False, "dataloader_pin_memory": False, "log_level": "error", **options,
         # A layer that the backward computes again would be outside of Float64Throughout.
         **({"bf16": False, "gradient_checkpointing": False} if kind == "truth" else {}),
@@ -107,6 +107,7 @@ def hold(run, plains=("eager",)):
 
 
 def sft(folder, kind, lora, **options):
+    """The losses of TRL's trainer; options: those of `arguments`."""
     config = trl.SFTConfig(**arguments(folder, kind, **options))
     model = made(kind, torch.float64 if kind == "truth" else torch.float32)
     torch.manual_seed(0)  # the first weights of adapters
@@ -196,15 +197,28 @@ def test_trainer(tmp_path, precision, lora, calls, adapter_calls):
     assert adapter_calls.dtypes == {torch.bfloat16 if precision == "bf16" else torch.float32}
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["patched before prepare", "patched after"])
-def test_accelerate(before, calls):
+@pytest.mark.parametrize(
+    ("before", "checkpoints"),
+    [(True, False), (False, False), (True, True)],
+    ids=["patched before prepare", "patched after", "checkpoints"],
+)
+def test_accelerate(before, checkpoints, calls):
     """A loop of one's own under Accelerate with bf16. It wraps the model's forward, so only what is patched before has
     our loss; norms and MLPs are ours either way."""
+    called = hold_accelerate(before, calls, checkpoints=checkpoints)
+    fused = {"linear_cross_entropy": STEPS} if before else {}
+    times = STEPS * (2 if checkpoints else 1)
+    assert called["ours"] == {"rms_norm": STEPS + 4 * times, "glu": 2 * times, **fused}
 
+
+def hold_accelerate(before, calls, device="cpu", checkpoints=False):
     def run(kind):
         model = made(kind, torch.float64 if kind == "truth" else torch.float32, patched=before).train()
+        if checkpoints and kind != "truth":
+            model.gradient_checkpointing_enable()
         accelerate.state.AcceleratorState._reset_state()
-        accelerator = accelerate.Accelerator(mixed_precision="no" if kind == "truth" else "bf16", cpu=True)
+        precision = "no" if kind == "truth" else "bf16"
+        accelerator = accelerate.Accelerator(mixed_precision=precision, cpu=device == "cpu")
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         model, optimizer = accelerator.prepare(model, optimizer)
         if kind == "ours" and not before:
@@ -213,7 +227,7 @@ def test_accelerate(before, calls):
         losses = []
         calls.clear()
         for step in range(STEPS):
-            ids, mask = tokens(seed=step % 2), padding("right")
+            ids, mask = tokens(seed=step % 2).to(accelerator.device), padding("right").to(accelerator.device)
             with in_the_dtype_of(kind):
                 output = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
                 accelerator.backward(output.loss)
@@ -221,11 +235,10 @@ def test_accelerate(before, calls):
                 assert not output.logits.was_read()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(output.loss.detach().double())
+            losses.append(output.loss.detach().double().cpu())
         called[kind] = dict(calls)
         return torch.stack(losses)
 
     called = {}
     hold(run, ("eager", "sdpa"))
-    fused = {"linear_cross_entropy": STEPS} if before else {}
-    assert called["ours"] == {"rms_norm": 5 * STEPS, "glu": 2 * STEPS, **fused}
+    return called

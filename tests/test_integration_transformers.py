@@ -44,12 +44,17 @@ def inputs_of(name, side):
     return {"input_ids": tokens(), "attention_mask": mask}, mask
 
 
+def moved(inputs, model, dtype):
+    """The inputs on the device of the model; numbers in this dtype."""
+    device = next(model.parameters()).device
+    return {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in inputs.items()}
+
+
 def logits_and_gradients(model, inputs, counted, dtype):
-    inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
-    logits = model(**inputs).logits
+    logits = model(**moved(inputs, model, dtype)).logits
     if counted is not None:
-        logits = logits[counted.bool()]
-    cotangent = torch.randn(logits.shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+        logits = logits[counted.bool().to(logits.device)]
+    cotangent = torch.randn(logits.shape, generator=torch.Generator().manual_seed(4)).to(logits.device, dtype)
     model.zero_grad()
     (logits * cotangent).sum().backward()
     gradients = {f"grad of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -108,6 +113,18 @@ def test_heads_of_512():
     hold(eager, ours, *inputs_of("gemma4", "left"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_deepseek_with_its_own_head_dims(side, adapter_calls):
+    """Queries and keys of 192, values of 128."""
+    eager, ours = pair(BY_NAME["deepseek_v3"], **DEEPSEEK_HEADS)
+    hold(eager, ours, *inputs_of("deepseek_v3", side))
+    assert {(args[0].shape[-1], args[2].shape[-1]) for _, args, _ in adapter_calls} == {(192, 128)}
+
+
+DEEPSEEK_HEADS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
 def batch_of(model, step):
     """One of two batches to learn, padded; ids of some have to differ from what their loss asks for."""
     side = "left" if step % 2 else "right"
@@ -132,9 +149,7 @@ def ten_steps(net, model):
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     losses = []
     for step in range(10):
-        dtype = next(net.parameters()).dtype
-        batch = {n: x.to(dtype) if x.is_floating_point() else x for n, x in batch_of(model, step).items()}
-        loss = net(**batch).loss
+        loss = net(**moved(batch_of(model, step), net, next(net.parameters()).dtype)).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -147,12 +162,15 @@ def ten_steps(net, model):
 )
 def test_ten_training_steps(model):
     """Every model learns the same with either attention, as far as float32 allows."""
-    eager, ours = pair(model)
+    hold_ten_steps(model, *pair(model))
+
+
+def hold_ten_steps(model, eager, ours):
     with Float64Throughout():
         truth = ten_steps(in_float64(eager), model)
     losses = ten_steps(ours, model)
     # Ten numbers are one draw of luck: PyTorch's two attentions are both run, and the worse one counts.
-    plains = (lambda: eager, lambda: build(model, "sdpa"))
+    plains = (lambda: eager, lambda: build(model, "sdpa").to(losses.device))
     errors = (testing.compare("losses", losses, truth, ten_steps(plain(), model)) for plain in plains)
     assert any(error.ok for error in errors)
     assert losses[-2:].mean() < losses[:2].mean() - 0.1

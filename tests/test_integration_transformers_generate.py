@@ -28,7 +28,8 @@ MORE = [
 
 def generate(model, ids, mask=None, **options):
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0} | options
-    return model.generate(ids, attention_mask=mask, **options)
+    mask = None if mask is None else mask.to(model.device)
+    return model.generate(ids.to(model.device), attention_mask=mask, **options).cpu()
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])

@@ -28,15 +28,16 @@ def labelled():
     return ids, labels
 
 
-def own_and_ours(name="llama"):
-    own, ours = build(BY_NAME[name], "eager").train(), build(BY_NAME[name], "eager").train()
+def own_and_ours(name="llama", device="cpu"):
+    own, ours = (build(BY_NAME[name], "eager").to(device).train() for _ in range(2))
     adapter.patch(ours)
     return own, ours
 
 
 def step(model):
     ids, labels = labelled()
-    output = model(input_ids=ids, labels=labels)
+    device = next(model.parameters()).device
+    output = model(input_ids=ids.to(device), labels=labels.to(device))
     output.loss.backward()
     return output
 
@@ -137,7 +138,11 @@ HOOKS = {
 @pytest.mark.parametrize("name", ["llama", "gemma2"])  # Gemma 2 has a soft cap behind the head
 def test_a_hook_on_the_head(name, hook):
     """Weights below the head and the head itself get the gradients of the unpatched model, and so does the hook."""
-    own, ours = own_and_ours(name)
+    hold_hook(name, hook)
+
+
+def hold_hook(name, hook, device="cpu"):
+    own, ours = own_and_ours(name, device)
     register = _seen(HOOKS[hook])
     wanted, seen = register(own), register(ours)
     expected, output = step(own), step(ours)
@@ -147,7 +152,7 @@ def test_a_hook_on_the_head(name, hook):
     for got, want in zip(seen, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
     # The hook does change the gradients, or the comparison proves little.
-    plain, _ = own_and_ours(name)
+    plain, _ = own_and_ours(name, device)
     step(plain)
     last = next(p for n, p in plain.named_parameters() if n.endswith("model.norm.weight"))
     changed = next(p for n, p in own.named_parameters() if n.endswith("model.norm.weight"))

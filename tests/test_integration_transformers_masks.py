@@ -484,3 +484,14 @@ def test_a_window_that_is_off_by_one_would_be_seen(monkeypatch):
         wrong = ours(ids).logits
     assert testing.compare("logits", right, truth, eager.float()(ids).logits).ok
     assert not testing.compare("logits", wrong, truth, eager.float()(ids).logits).ok
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_mask_of_three_dims_is_named(name):
+    _, ours = pair(BY_NAME[name])
+    ids = tokens()
+    square = torch.ones(*ids.shape, ids.shape[1], dtype=torch.int64).tril()
+    with pytest.raises(
+        ValueError, match=r"attention_mask has shape \(2, 40, 40\); a model needs \(B, S\).*mask\[:, None\]"
+    ):
+        ours(ids, attention_mask=square)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.integrations._alignment import UNBOUNDED, aligned
+from headwise.integrations._edges import with_positive_scale
 from headwise.ops.attention import attention, attention_probs
 from headwise.ops.cross_entropy import cross_entropy
 from headwise.ops.layer_norm import layer_norm
@@ -24,6 +25,7 @@ Inputs = Sequence[Tensor | None]
 Outputs = Sequence[Tensor | None]
 
 DOUBLE, PRECISIONS = 11, (None, 1, 10, 11, 16)  # ONNX's numbers of float64; of float32, float16, float64, bfloat16
+_NO_LABEL = -(2**31)  # is outside of all classes
 RAW, CAPPED, BIASED, PROBABILITIES = range(4)  # qk_matmul_output_mode
 
 
@@ -59,9 +61,14 @@ def attention_node(
         offset = past_k.shape[2]
         k, v = torch.cat((past_k, k), 2), torch.cat((past_v, v), 2)
     present, dtype = (k, v), q.dtype
-    if softmax_precision == DOUBLE and dtype != torch.float64:
-        q, k, v = q.double(), k.double(), v.double()
-        attn_mask = attn_mask.double() if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+    # V has a type of its own in ONNX, and K need not have Q's; the result has Q's.
+    wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    if softmax_precision == DOUBLE:
+        wide = torch.float64
+    q, k, v = q.to(wide), k.to(wide), v.to(wide)
+    if attn_mask is not None and attn_mask.is_floating_point() and attn_mask.dtype != torch.float32:
+        attn_mask = attn_mask.to(wide)
+    q, scale = with_positive_scale("Attention: scale", q, scale)
 
     window = (left_window_size, 0 if is_causal else right_window_size)
     flags: dict[str, Any] = {"scale": scale, "softcap": softcap or None, "backend": backend}
@@ -217,11 +224,13 @@ def _flat(name: str, weight: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def cross_entropy_node(
-    inputs: Inputs, wanted: Sequence[bool], backend: str | None, *, ignore_index: int = -100, reduction: str = "mean"
-) -> Outputs:
-    """The loss, and log_prob of every class. The classes are the second dimension."""
+    inputs: Inputs, wanted: Sequence[bool], backend: str | None, *, ignore_index: int | None = None,
+    reduction: str = "mean",
+) -> Outputs:  # fmt: skip
+    """The loss, and log_prob of every class; classes are the second dimension. Without ignore_index nothing is ignored."""
     scores, labels, weights = _optional(inputs, 3)
-    loss = _loss(scores.movedim(1, -1), labels, weights, ignore_index, reduction, backend).to(scores.dtype)
+    ignored = _NO_LABEL if ignore_index is None else ignore_index
+    loss = _loss(scores.movedim(1, -1), labels, weights, ignored, reduction, backend).to(scores.dtype)
     if len(wanted) < 2 or not wanted[1]:
         return (loss,)
     wide = torch.promote_types(scores.dtype, torch.float32)
@@ -231,12 +240,11 @@ def cross_entropy_node(
 def _loss(
     logits: Tensor, labels: Tensor, weights: Tensor | None, ignore_index: int, reduction: str, backend: str | None
 ) -> Tensor:  # fmt: skip
-    """Weights of classes multiply the losses of our op."""
+    """Weights of classes multiply the losses of our op. A label outside the classes has the loss NaN."""
     if weights is None:
         return cross_entropy(logits, labels, ignore_index, reduction, backend=backend)
     losses = cross_entropy(logits, labels, ignore_index, "none", backend=backend)
-    counted = labels != ignore_index
-    weight = torch.where(counted, weights[torch.where(counted, labels, 0)], 0.0)
+    weight = torch.where(labels != ignore_index, weights[labels.clamp(0, max(weights.shape[0] - 1, 0))], 0.0)
     losses = losses * weight
     if reduction == "none":
         return losses

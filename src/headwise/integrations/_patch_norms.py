@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from headwise.integrations import _patch_probe as probe
 from headwise.integrations._patch_probe import Finding, Forward
+from headwise.ops import _autocast
 from headwise.ops.layer_norm import layer_norm
 from headwise.ops.rms_norm import rms_norm
 
@@ -52,15 +53,35 @@ def _candidates(eps_name: str, bias: bool) -> list[tuple[str, Forward]]:
 
 def _forward(what: str, eps_name: str, promotes: bool) -> Forward:
     """A forward as a function of the module, so that a copy of the module computes with its own weights."""
+    under_autocast: dict[
+        tuple[Any, ...], torch.dtype
+    ] = {}  # dtypes of results, by those of x and weight and by autocast's
 
     def forward(self: Any, *given: Tensor, **named: Tensor) -> Tensor:
         (x,) = (*given, *named.values())
         weight = self._parameters.get("weight")
+        if _autocast.device_of((x,)) is not None:
+            return _autocasted(self, x, x.dtype if weight is None else weight.dtype)
         if weight is not None and weight.dtype != x.dtype:
             # Wide arithmetic; the result is of the dtype that the module's own code gives.
             result = torch.promote_types(x.dtype, weight.dtype) if promotes else x.dtype
             return _normed(self, x.to(torch.promote_types(x.dtype, weight.dtype))).to(result)
         return _normed(self, x)
+
+    def _autocasted(self: Any, x: Tensor, of_weight: torch.dtype) -> Tensor:
+        """Autocast has a rule for PyTorch's norms on some devices and none for norms written out: the module's code is
+        asked, by no rows at all."""
+        device = x.device.type
+        key = (x.dtype, of_weight, device, torch.get_autocast_dtype(device))
+        result = None if torch.compiler.is_compiling() else under_autocast.get(key)
+        if result is None:
+            with torch.no_grad():  # a checkpoint counts what is saved, and this happens once
+                result = type(self).forward(self, x.new_empty(0, x.shape[-1])).dtype
+            if not torch.compiler.is_compiling():
+                under_autocast[key] = result
+        wide = torch.promote_types(torch.promote_types(x.dtype, of_weight), result)
+        with torch.autocast(device, enabled=False):
+            return _normed(self, x.to(wide)).to(result)
 
     def _normed(self: Any, x: Tensor) -> Tensor:
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from headwise.integrations._edges import with_positive_scale
 from headwise.ops.attention import attention, attention_backward
 
 NAME = "headwise"
@@ -50,6 +51,7 @@ def _forward(
         raise NotImplementedError(
             f"{FORWARD}: return_debug_mask is not supported; headwise.attention_probs shows dropout"
         )
+    query, scale = with_positive_scale(f"{FORWARD}: scale", query, scale)
     seed = query.new_zeros(2, dtype=torch.int64)  # what PyTorch keeps for the backward
     if dropout_p:
         seed.random_()
@@ -69,9 +71,22 @@ def _backward(
     if grad_out.stride()[-1] != 1:
         grad_out = grad_out.contiguous()
     seed = philox_seed.view(torch.int64)[:1] if dropout_p else None
+    given = query
+    query, factor = with_positive_scale(f"{BACKWARD}: scale", query, scale)
     dq, dk, dv = attention_backward(
-        grad_out, query, key, value, out, logsumexp, causal=is_causal, scale=scale, dropout=dropout_p, dropout_seed=seed
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        causal=is_causal,
+        scale=factor,
+        dropout=dropout_p,
+        dropout_seed=seed,
     )
+    if query is not given:
+        dq = -dq if scale else dq * 0.0
     return _lying_like(dq, query), _lying_like(dk, key), _lying_like(dv, value)
 
 

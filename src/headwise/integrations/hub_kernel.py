@@ -39,7 +39,8 @@ class RMSNorm(nn.Module):
         result = wide
         if type(self) is not RMSNorm and (x.dtype != self.weight.dtype or torch.is_autocast_enabled(x.device.type)):
             # Some give the dtype of x, some the wider one: the code of the module says it on no rows at all.
-            result = type(self).forward(self, x.new_empty(0, x.shape[-1])).dtype
+            with torch.no_grad():
+                result = type(self).forward(self, x.new_empty(0, x.shape[-1])).dtype
         return rms_norm(x.to(wide), self.weight.to(wide), self.variance_epsilon).to(result)
 
 
@@ -94,7 +95,8 @@ class RotaryEmbedding(nn.Module):
         if type(self) is not RotaryEmbedding:
             _check_that_it_rotates_halves(self)
             if cos.dtype != q.dtype:
-                result = type(self).forward(self, q[:, :, :0], k[:, :, :0], cos[:, :0], sin[:, :0])[0].dtype
+                with torch.no_grad():
+                    result = type(self).forward(self, q[:, :, :0], k[:, :, :0], cos[:, :0], sin[:, :0])[0].dtype
         batch, tokens, columns = cos.shape
         wide = torch.promote_types(cos.dtype, torch.float32)
         cos, sin = (x[..., : columns // 2].reshape(batch * tokens, -1).to(wide) for x in (cos, sin))

@@ -23,6 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from headwise.backends.registry import use_backend
 from headwise.integrations._alignment import UNBOUNDED, aligned
+from headwise.integrations._edges import with_positive_scale
 from headwise.integrations._strides import with_contiguous_rows
 from headwise.ops import _checks
 from headwise.ops.attention import attention
@@ -154,8 +155,14 @@ def _attend(
     lead = None  # the dims before (L, E), where they are not (B, H)
     if not q.dim() == k.dim() == v.dim() == 4 or not q.shape[0] == k.shape[0] == v.shape[0]:
         q, k, v, attn_mask, lead = _batch_and_heads(q, k, v, attn_mask)
+    if q.shape[1] == 0 and k.shape[1] <= 1 and v.shape[1] <= 1:
+        out = q @ k.transpose(2, 3) @ v  # without heads there is nothing to compute
+        return out if lead is None else out.reshape(*lead, *out.shape[-2:])
     if q.shape[1] != k.shape[1] or k.shape[1] != v.shape[1]:
         q, k, v = _heads(q, k, v, enable_gqa)
+    columns = v.shape[3]
+    if not q.shape[3] or not columns:
+        q, k, v, scale = _with_a_column(q, k, v, scale)
 
     window = None
     if is_causal:
@@ -168,11 +175,30 @@ def _attend(
                 if attn_mask is not None and attn_mask.shape[-1] == keys:
                     attn_mask = attn_mask[..., :given]
     mask, bias = _mask_or_bias(attn_mask)
-    options: Any = {"dropout": dropout_p} if dropout_p else {}
+    q, scale = with_positive_scale(f"{_NAME}: scale", q, scale)
+    options: Any = {"dropout": dropout_p} if 0.0 < dropout_p < 1.0 else {}
     out = attention(
         q, k, v, causal=is_causal, window=window, mask=mask, bias=bias, scale=scale, backend=backend, **options
     )
+    if not options and dropout_p != 0.0:
+        out = out * _kept(dropout_p)
+    if not columns:
+        out = out[..., :0]
     return out if lead is None else out.reshape(*lead, *out.shape[-2:])
+
+
+def _kept(dropout_p: float) -> float:
+    """What is left of a result by a dropout that our op does not take."""
+    if dropout_p != 1.0:
+        raise ValueError(f"{_NAME}: dropout_p is {dropout_p}; it needs to be from 0 to 1")
+    return 0.0
+
+
+def _with_a_column(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float | None]:
+    """Head dims of 0 as 1: q and k get a column of zeros, which leaves the scores 0, and so may v."""
+    if not q.shape[3] and not k.shape[3]:
+        q, k, scale = F.pad(q, (0, 1)), F.pad(k, (0, 1)), 1.0
+    return q, k, v if v.shape[3] else F.pad(v, (0, 1)), scale
 
 
 def _is_causal_bias(attn_mask: Any) -> bool:

@@ -92,6 +92,11 @@ def make_mask(
     """
     from transformers import masking_utils
 
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            f"headwise attention: attention_mask has shape {tuple(attention_mask.shape)}; a model needs (B, S), 1 for "
+            "tokens and 0 for padding, or (B, 1, Sq, Sk): mask[:, None]"
+        )
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
     rule = _mask_rules.read(mask_function)

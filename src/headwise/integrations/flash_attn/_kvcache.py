@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.integrations._edges import with_positive_scale
 from headwise.integrations.flash_attn import _alibi, _packed
 from headwise.integrations.flash_attn._options import softcap_or_none, window_of
 from headwise.ops.attention import attention, attention_decode
@@ -61,6 +62,7 @@ def flash_attn_with_kvcache(
             _write(cache, new, positions, cache_batch_idx, block_table)
         lengths = lengths + k.shape[1]
 
+    q, softmax_scale = with_positive_scale(f"{_NAME}: softmax_scale", q, softmax_scale)
     if q.stride()[-1] != 1:
         q = q.contiguous()
     q = q.transpose(1, 2)

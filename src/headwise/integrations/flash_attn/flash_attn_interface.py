@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.integrations._edges import with_positive_scale
 from headwise.integrations._strides import with_contiguous_rows
 from headwise.integrations.flash_attn import _alibi, _dropped, _packed
 from headwise.integrations.flash_attn._kvcache import flash_attn_with_kvcache
@@ -44,6 +45,7 @@ def flash_attn_func(
                        the largest of a row is 1, and negative where they were dropped; without dropout an empty ``(0,)``
     """
     q, k, v = _heads_first("flash_attn_func", q, k, v)
+    q, softmax_scale = with_positive_scale("flash_attn_func: softmax_scale", q, softmax_scale)
     left, right = window_of(causal, window_size)
     options: dict[str, Any] = {
         "scale": softmax_scale, "softcap": softcap_or_none(softcap), "deterministic": deterministic,
@@ -96,6 +98,7 @@ def flash_attn_varlen_func(
     With ``block_table`` ``(B, max_pages)`` k and v are pages ``(pages, page_size, Hk, D)``. The lse is ``(Hq, Tq)``.
     ALiBi and pages work on a padded copy of the batch, and probabilities ``(B, Hq, max_seqlen_q, max_seqlen_k)`` are of one.
     """
+    q, softmax_scale = with_positive_scale("flash_attn_varlen_func: softmax_scale", q, softmax_scale)
     left, right = window_of(causal, window_size)
     max_seqlen_q, max_seqlen_k = int(max_seqlen_q), int(max_seqlen_k)
     options: dict[str, Any] = {
@@ -182,6 +185,8 @@ def _dropout(q: Tensor, dropout_p: float, same_again: bool) -> dict[str, Any]:
     """same_again: more than one op has to drop the same entries."""
     if not dropout_p:
         return {}
+    if not 0.0 < dropout_p < 1.0:
+        raise NotImplementedError(f"flash_attn: dropout_p is {dropout_p}; it needs to be at least 0 and below 1")
     seed = torch.randint(2**62, (1,), device=q.device) if same_again else None
     return {"dropout": dropout_p, "dropout_seed": seed}
 
