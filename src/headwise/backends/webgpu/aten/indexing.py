@@ -34,7 +34,7 @@ def _gathered(device: Device, x: Region, *given: Any) -> Region:
         return y
     if x.numel == 0:
         return copies.full(device, shape, math.nan if x.dtype.is_floating_point else 0, x.dtype)
-    merged_shape, merged = elementwise.merged(shape, [steps, *[i.expanded(shape).strides for i in indices]])
+    merged_shape, merged = copies.merged(shape, [steps, *[i.expanded(shape).strides for i in indices]])
     kernel = device.kernel(
         "gather", bytes=x.itemsize, indices=tuple(elementwise.name_of(i.dtype) for i in indices), dims=len(merged_shape)
     )
