@@ -17,7 +17,9 @@ from headwise.backends.webgpu.aten import (
     random,
     reductions,
     resampling,
+    results,
     rows,
+    transformer,
     views,
     wide,
 )
@@ -25,5 +27,5 @@ from headwise.backends.webgpu.aten.rest import missing
 
 __all__ = [
     "convolutions", "indexing", "loading", "making", "missing", "optimizers", "pointwise", "products", "random",
-    "reductions", "resampling", "rows", "views", "wide",
+    "reductions", "resampling", "results", "rows", "transformer", "views", "wide",
 ]  # fmt: skip
