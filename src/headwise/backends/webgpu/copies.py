@@ -12,7 +12,7 @@ from headwise.backends.webgpu.shaders import DTYPES
 from headwise.backends.webgpu.storage import Region
 
 _FORMATS = {torch.float32: "f", torch.float16: "e", torch.int32: "i"}
-_MOST_DIMS = 5
+_MOST_DIMS = 5  # of kernels that copy; neighbours among more are merged, or copied one by one
 
 
 def full(device: Device, shape: Sequence[int], value: float, dtype: torch.dtype) -> Region:
@@ -56,7 +56,9 @@ def contiguous_vectors(device: Device, x: Region) -> Region:
 def copied(device: Device, x: Region, columns: int | None = None) -> Region:
     """A contiguous copy, its last dim padded with zeros to ``columns``."""
     y = device.empty((*x.shape[:-1], columns) if columns is not None else x.shape, x.dtype)
-    if fits(device, x) and fits(device, y):
+    if columns is None and len(x.shape) > _MOST_DIMS:
+        copy_into(device, x, y)
+    elif fits(device, x) and fits(device, y):
         _copy_dense(device, x, y)
     elif columns is None:
         copy_into(device, x, y)
@@ -74,29 +76,52 @@ def copy_into(device: Device, x: Region, y: Region, part: bool = False) -> None:
     # In the memory order of y: with heads inside, y is contiguous after a permutation of its dims.
     order = sorted(range(len(y.shape)), key=lambda d: -y.strides[d])
     x, y = x.permuted(order), y.permuted(order)
+    if len(y.shape) > _MOST_DIMS:
+        shape, (x_strides, y_strides) = merged(y.shape, [x.strides, y.strides])
+        x, y = x.with_shape(shape, x_strides), y.with_shape(shape, y_strides)
+    if len(y.shape) > _MOST_DIMS:
+        dim = min(range(len(y.shape)), key=lambda d: y.shape[d])
+        for i in range(y.shape[dim]):
+            copy_into(device, x.narrow(dim, i, 1), y.narrow(dim, i, 1), part=True)
+        return
     per_word = max(1, 4 // y.itemsize)
     whole_words = not part or y.offset % per_word == y.numel % per_word == 0
     if y.contiguous and whole_words and fits(device, x) and fits(device, y):
         _copy_dense(device, x, y)
         return
     kernel = device.kernel("copy_strided", bytes=x.itemsize)
-    for source, target in pieces(device, _five_dims(x), _five_dims(y)):
+    for source, target in pieces(device, x.with_leading(_MOST_DIMS), y.with_leading(_MOST_DIMS)):
         parameters = (*source.shape[1:], source.numel, *source.strides, *target.strides)
         device.run(kernel, -(-source.numel // 256), parameters, x=source, y=target)
 
 
 def _copy_dense(device: Device, x: Region, y: Region) -> None:
     """Copy into contiguous y; columns that x does not have become zeros."""
-    x, y = _five_dims(x), _five_dims(y)
+    x, y = x.with_leading(_MOST_DIMS), y.with_leading(_MOST_DIMS)
     per_word = max(1, 4 // x.itemsize)
     parameters = (*y.shape[1:], x.shape[-1], *x.strides, y.numel)
     device.run(device.kernel("copy", bytes=x.itemsize), -(-y.numel // (256 * per_word)), parameters, x=x, y=y)
 
 
-def _five_dims(x: Region) -> Region:
-    if len(x.shape) > _MOST_DIMS:
-        raise NotImplementedError(f"copying a tensor of {len(x.shape)} dims; WebGPU kernels take up to {_MOST_DIMS}")
-    return x.with_leading(_MOST_DIMS)
+def merged(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The same elements in fewer dims: neighbours that all tensors step through evenly become one."""
+    sizes: list[int] = []
+    steps: list[list[int]] = [[] for _ in strides]
+    for dim, size in enumerate(shape):
+        if size == 1:
+            continue
+        here = [s[dim] for s in strides]
+        if sizes and all(of[-1] == s * size for of, s in zip(steps, here, strict=True)):
+            sizes[-1] *= size
+            for of, s in zip(steps, here, strict=True):
+                of[-1] = s
+        else:
+            sizes.append(size)
+            for of, s in zip(steps, here, strict=True):
+                of.append(s)
+    if not sizes:
+        return (1,), [(0,) for _ in strides]
+    return tuple(sizes), [tuple(of) for of in steps]
 
 
 def fits(device: Device, x: Region) -> bool:

@@ -19,8 +19,10 @@ from headwise.backends.webgpu.aten import (
     recurrent,
     reductions,
     resampling,
+    results,
     rows,
     sorting,
+    transformer,
     views,
     wide,
     writing,
@@ -29,5 +31,5 @@ from headwise.backends.webgpu.aten.rest import missing
 
 __all__ = [
     "convolutions", "counting", "indexing", "loading", "making", "missing", "optimizers", "pointwise", "products", "random",
-    "recurrent", "reductions", "resampling", "rows", "sorting", "views", "wide", "writing",
+    "recurrent", "reductions", "resampling", "results", "rows", "sorting", "transformer", "views", "wide", "writing",
 ]  # fmt: skip

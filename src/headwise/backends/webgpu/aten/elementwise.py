@@ -71,7 +71,7 @@ def compute(
         copies.copy_into(device, made, out, part=True)
         return
     given = {name: x.region.expanded(out.shape).permuted(order) for name, x in inputs.items() if x.region is not None}
-    shape, strides = merged(target.shape, [x.strides for x in given.values()])
+    shape, strides = copies.merged(target.shape, [x.strides for x in given.values()])
     fields = tuple(
         (name, name_of((out if x.region is None else x.region).dtype),
          "own" if x.region is None else _mode(given[name], shape, strides[list(given).index(name)]), x.kind)
@@ -112,24 +112,3 @@ def _mode(x: Region, shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
     if len(shape) == 1 and strides == (1,) and (x.offset % _STEP == 0 or x.itemsize == 8 or x.dtype == torch.int16):
         return "flat"
     return "strided"
-
-
-def merged(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The same elements in fewer dims: neighbours that all tensors step through evenly become one."""
-    sizes: list[int] = []
-    steps: list[list[int]] = [[] for _ in strides]
-    for dim, size in enumerate(shape):
-        if size == 1:
-            continue
-        here = [s[dim] for s in strides]
-        if sizes and all(of[-1] == s * size for of, s in zip(steps, here, strict=True)):
-            sizes[-1] *= size
-            for of, s in zip(steps, here, strict=True):
-                of[-1] = s
-        else:
-            sizes.append(size)
-            for of, s in zip(steps, here, strict=True):
-                of.append(s)
-    if not sizes:
-        return (1,), [(0,) for _ in strides]
-    return tuple(sizes), [tuple(of) for of in steps]

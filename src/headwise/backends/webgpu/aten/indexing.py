@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from headwise.backends.webgpu import embedding
+from headwise.backends.webgpu import copies, embedding
 from headwise.backends.webgpu.array import OPERATORS, Array, array
 from headwise.backends.webgpu.aten import elementwise
 from headwise.backends.webgpu.device import Device
@@ -63,7 +63,7 @@ def _gathered(device: Device, x: Region, *given: Any) -> Region:
         return y
     if x.numel == 0:
         raise IndexError(f"headwise: numbers {tuple(shape)} of elements of a tensor {x.shape}, which has none")
-    merged_shape, merged = elementwise.merged(shape, [steps, *[i.expanded(shape).strides for i in indices]])
+    merged_shape, merged = copies.merged(shape, [steps, *[i.expanded(shape).strides for i in indices]])
     kernel = device.kernel(
         "gather", bytes=x.itemsize, indices=tuple(elementwise.name_of(i.dtype) for i in indices), dims=len(merged_shape),
         wraps=wraps,

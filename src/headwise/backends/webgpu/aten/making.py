@@ -21,8 +21,6 @@ from headwise.backends.webgpu.torch_device import DEVICE, backward_in_this_threa
 aten = torch.ops.aten
 _deterministic: Any = torch.utils.deterministic
 
-_MOST_DIMS = 5  # of tensors that are copied bit by bit
-
 
 # -------------------------------------------------------------------------------------------------------- uninitialised
 
@@ -130,10 +128,6 @@ def _clone(x: Array, *, memory_format: Any = None) -> Array:
         made = empty(tuple(x.shape), x.dtype, memory_format)
         replayed(_copied_into, [made, x], False)
         return made
-    if x.dim() > _MOST_DIMS:
-        made = empty(tuple(x.shape), x.dtype)
-        replayed(_copied_into, [made, x], False)
-        return made
     return cast(Array, replayed(copies.copied, [x]))
 
 
@@ -164,7 +158,7 @@ def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
 def _copied_into(device: Device, y: Region, x: Region, copy_first: bool) -> tuple[()]:
     if copy_first:
         x = copies.copied(device, x)
-    if x.dtype == y.dtype and (len(x.shape) <= _MOST_DIMS or y.dtype not in elementwise.NAMES):
+    if x.dtype == y.dtype:
         copies.copy_into(device, x, y, part=True)
     else:
         cast_into(device, x, y, part=True)
@@ -189,7 +183,7 @@ def cast_to(device: Device, x: Region, dtype: torch.dtype) -> Region:
 
 def _cast(device: Device, x: Region, dtype: torch.dtype, strides: tuple[int, ...]) -> Region:
     y = device.empty(x.shape, dtype, strides)
-    if x.dtype == dtype and len(x.shape) <= _MOST_DIMS:
+    if x.dtype == dtype:
         copies.copy_into(device, x, y)
     else:
         cast_into(device, x, y)

@@ -1,9 +1,9 @@
-"""PyTorch's pointwise operators on arrays, from the expressions in `rules`: as functions, in place, and with ``out=``."""
+"""PyTorch's pointwise operators on arrays, from the expressions in `rules`: as functions and in place."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ _RENAMED = {"self": "x", "input": "x", "min": "least", "max": "most"}
 _FORMATS = {"f": "f", "i": "i", "l": "q", "b": "i"}
 _NUMBERS = (int, float, bool)
 _MOST_KEPT = 4096
+_DOUBLE = "float64"  # in the form of a call: a number of that dtype, which is a float32 here
+_CAST = ("other", "exponent")  # numbers whose dtype has to fit what is written in place
 _IN_FLOATS = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
 
 
@@ -71,8 +73,9 @@ class Pointwise:
                 elif x.device.type == "cpu" and x.dim() == 0:
                     # A number with a dtype of its own, which takes part in type promotion as a tensor of no dims does.
                     note_number(self.name, x)
-                    arrays.append(uploaded(x.detach()))
-                    form.append(None)
+                    wide = x.dtype is torch.float64
+                    arrays.append(uploaded(x.detach().float() if wide else x.detach()))
+                    form.append(_DOUBLE if wide else None)
                 else:
                     raise RuntimeError(
                         f"headwise: {self.name} was given a tensor on {x.device} beside one on webgpu; "
@@ -138,10 +141,10 @@ class _Plan:
         promoted: list[Any] = []
         for name, of in zip(op.names, form, strict=False):
             renamed = _RENAMED.get(name, name)
-            if of is None:
+            if of is None or of is _DOUBLE:
                 region = next(left)
                 self.inputs[renamed] = region
-                call.append(_meta(region))
+                call.append(_meta(region) if of is None else torch.empty((), dtype=torch.float64, device="meta"))
                 if name not in rule.bools:
                     promoted.append(call[-1])
             elif type(of) is type:
@@ -162,6 +165,8 @@ class _Plan:
         made = op.func(*positional, **keywords)
         self.result: torch.Tensor = made[0] if isinstance(made, (tuple, list)) else made
         common = elementwise_dtypes(*promoted, type_promotion_kind=_IN_FLOATS)[1]
+        if op.in_place and not rule.answers:
+            checked_cast(_dtype_of_all(op, call), self.result.dtype)
         if (rule.floats or "div" in op.name) and self.result.dtype.is_floating_point and not common.is_floating_point:
             common = torch.float32
         if not rule.answers and self.result.dtype.is_floating_point:
@@ -190,6 +195,22 @@ class _Plan:
 
 def _replaced(text: str, name: str, by: str) -> str:
     return elementwise.WORD.sub(lambda found: by if found[0] == name else found[0], text)
+
+
+def _dtype_of_all(op: Pointwise, call: Sequence[Any]) -> torch.dtype:
+    """The common dtype of what an operator in place reads: tensors, and the numbers of plain arithmetic."""
+    given = [
+        x for name, x in zip(op.names, call, strict=True)
+        if name not in op.rule.bools and (isinstance(x, torch.Tensor) or (name in _CAST and type(x) in _NUMBERS))
+    ]  # fmt: skip
+    return elementwise_dtypes(*given, type_promotion_kind=_IN_FLOATS)[1]
+
+
+def checked_cast(found: torch.dtype, to: torch.dtype) -> None:
+    """An error where a result of one dtype may not be written into a tensor of another: floats into whole numbers."""
+    if not torch.can_cast(found, to):
+        names = [str(dtype).removeprefix("torch.") for dtype in (found, to)]
+        raise RuntimeError(f"result type {names[0]} can't be cast to the desired output type {names[1]}")
 
 
 def _meta(region: Region) -> torch.Tensor:
@@ -231,20 +252,6 @@ def _dense(x: torch.Tensor) -> tuple[int, ...] | None:
     return x.stride() if span == x.numel() else None
 
 
-def _with_out(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator's variant that writes into ``out``."""
-
-    def run(*args: Any, out: Any, **kwargs: Any) -> Any:
-        made = function(*args, **kwargs)
-        if tuple(out.shape) != tuple(made.shape):
-            raise NotImplementedError(
-                f"headwise: out= of shape {tuple(out.shape)} for a result of {tuple(made.shape)} on WebGPU"
-            )
-        return out.copy_(made)
-
-    return run
-
-
 def _register() -> None:
     for name, rule in RULES.items():
         for suffix in ("", "_"):
@@ -257,11 +264,6 @@ def _register() -> None:
                 if any(a.is_out for a in func._schema.arguments) or returns != ["Tensor"] or overload == "decimals":
                     continue
                 OPERATORS[func] = Pointwise(func, rule)
-                out = getattr(packet, "out" if overload == "default" else f"{overload}_out", None) or getattr(
-                    packet, "out", None
-                )
-                if out is not None and not suffix:
-                    OPERATORS.setdefault(out, _with_out(OPERATORS[func]))
 
 
 _register()

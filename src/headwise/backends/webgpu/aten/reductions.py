@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from headwise.backends.webgpu import copies
 from headwise.backends.webgpu.array import OPERATORS, Array
 from headwise.backends.webgpu.aten import elementwise, making
 from headwise.backends.webgpu.device import Device
@@ -16,8 +17,10 @@ from headwise.backends.webgpu.storage import Region
 
 aten = torch.ops.aten
 
-_CHAIN = 64  # elements that one thread reduces one after the other, where the sum of more is split
+_CHAIN = 64  # elements that one thread reduces, where the sum of more is split
+_BLOCK = 8  # elements that are added up one after the other
 _BY_THREAD = 32  # reduced elements for which a thread is enough
+_COLUMNS = 32  # neighbouring results for which threads side by side read memory side by side
 _JOINED = {"squares": "sum", "norm": "sum"}
 
 
@@ -48,8 +51,8 @@ def reduced(
     if out.numel == 0:
         return out
     rows = x.permuted([*kept, *dims])
-    k_shape, (k_strides,) = elementwise.merged(rows.shape[: len(kept)], [rows.strides[: len(kept)]])
-    r_shape, (r_strides,) = elementwise.merged(rows.shape[len(kept) :], [rows.strides[len(kept) :]])
+    k_shape, (k_strides,) = copies.merged(rows.shape[: len(kept)], [rows.strides[: len(kept)]])
+    r_shape, (r_strides,) = copies.merged(rows.shape[len(kept) :], [rows.strides[len(kept) :]])
     count = math.prod(x.shape[d] for d in dims)
     kind = elementwise.kind_of(x.dtype)
     kind = "f" if dtype.is_floating_point and op not in ("max", "min") else "i" if kind == "b" else kind
@@ -59,20 +62,21 @@ def reduced(
         kind = "f"
     results = out.numel
     norm_of = power if op == "norm" and power in (0, 1, 2) else "inf" if op == "norm" and math.isinf(power) else "p"
-    parts = 1
-    if not op.startswith("arg") and count > 256 * _CHAIN:
-        parts = min(-(-count // (256 * _CHAIN)), 1024)
+    # Where neighbouring results lie side by side in memory, a thread for each; else a workgroup for each.
+    few = 4096 if op.startswith("arg") else _COLUMNS
+    columns = k_strides[-1] == 1 and r_strides[-1] != 1 and (k_shape[-1] >= few or results >= 4096)
+    mode = "thread" if columns or count <= _BY_THREAD else "group"
+    most = _CHAIN if mode == "thread" else 256 * _CHAIN
+    parts = -(-count // most) if count > most and not op.startswith("arg") else 1
     length = -(-count // parts)
-    parts = -(-count // length) if count else 1
     target = out
     if parts > 1:
         between = {"f": torch.float32, "i": torch.int32, "l": torch.int64}[kind]
-        target = device.empty((*out.shape, parts), between)
+        target = device.empty((parts, *out.shape), between)
     name = elementwise.name_of(target.dtype)
-    mode = "thread" if length <= _BY_THREAD or (k_strides[-1] == 1 and results >= 4096) else "group"
     kernel = device.kernel(
         "reduce", x=elementwise.name_of(x.dtype), y=name, kind=kind, op=op, norm_of=norm_of, kept=len(k_shape),
-        reduced=len(r_shape), mode=mode,
+        reduced=len(r_shape), mode=mode, block=_BLOCK,
     )  # fmt: skip
     width = {"f16": 2, "bf16": 2, "i16": 2, "u8": 4, "i8": 4, "bool": 4}.get(name, 1)
     items = -(-results * parts // width)
@@ -81,7 +85,7 @@ def reduced(
     parameters = (
         count,
         results * parts,
-        parts,
+        results,
         length,
         float(power) if norm_of == "p" and op == "norm" else 0.0,
         *sizes,
@@ -89,8 +93,7 @@ def reduced(
     device.run(kernel, items if mode == "group" else -(-items // 256), parameters, **bound)
     if parts > 1:
         joining = "max" if norm_of == "inf" and op == "norm" else _JOINED.get(op, op)
-        joined = reduced(device, target, [len(out.shape)], joining, dtype)
-        return joined.with_shape(out.shape)
+        return reduced(device, target, [0], joining, dtype)
     return out
 
 
@@ -237,10 +240,12 @@ def _equal(a: Array, b: Array) -> bool:
 def _logsumexp(x: Array, dim: Any, keepdim: bool = False) -> Any:
     dims = _dims(x, dim)
     wide: Any = x.float()
+    to = x.dtype if x.dtype.is_floating_point else torch.float32
+    if any(x.shape[d] == 0 for d in dims):
+        return _sum(cast(Array, wide), dims, keepdim, dtype=to).log()  # of nothing, where anything is asked for
     highest: Any = wide.amax(dims, True) if dims else wide
     highest = highest.masked_fill(highest.isinf(), 0.0)
     made = (wide - highest).exp().sum(dims, True).log() + highest if dims else wide
-    to = x.dtype if x.dtype.is_floating_point else torch.float32
     return made.to(to).view(_shape(x.shape, dims, keepdim))
 
 

@@ -103,6 +103,15 @@ def _power(given: Given) -> str:
     return known.get(exponent, "pow_of(x, exponent)") if isinstance(exponent, int | float) else "pow_of(x, exponent)"
 
 
+def _whole_power(text: str) -> Callable[[Given], str]:
+    def checked(given: Given) -> str:
+        if isinstance(exponent := given.get("exponent"), int) and exponent < 0:
+            raise RuntimeError("Integers to negative integer powers are not allowed.")
+        return text
+
+    return checked
+
+
 _LOGIT = "log_of(min_of(max_of(x, eps), 1.0 - eps) / (1.0 - min_of(max_of(x, eps), 1.0 - eps)))"
 
 
@@ -184,7 +193,8 @@ RULES: dict[str, Rule] = {
     "floor_divide": _plain("floor_div(x, other)", "int_floor_div(x, other)", "long_floor_div(x, other)"),
     "remainder": _plain("remainder_of(x, other)", "int_remainder(x, other)", "long_remainder(x, other)"),
     "fmod": _plain("fmod_of(x, other)", "int_fmod(x, other)", "long_fmod(x, other)"),
-    "pow": Rule({"f": _power, "i": "int_power(x, exponent)", "l": "long_power(x, exponent)"}, constants=("exponent",)),
+    "pow": Rule({"f": _power, "i": _whole_power("int_power(x, exponent)"),
+                 "l": _whole_power("long_power(x, exponent)")}, constants=("exponent",)),
     "maximum": _plain("max_of(x, other)", "max(x, other)", "long_max(x, other)", "x || other"),
     "minimum": _plain("min_of(x, other)", "min(x, other)", "long_min(x, other)", "x && other"),
     "fmax": Rule({"f": "select(select(max(x, other), x, is_nan(other)), other, is_nan(x))",

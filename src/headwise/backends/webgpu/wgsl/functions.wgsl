@@ -127,12 +127,55 @@ fn cosh_of(x: f32) -> f32 {
 
 struct Turn { rest: f32, quarter: i32 }
 
+// Payne and Hanek's reduction: x = whole * 2^e, and of 2/π only the 96 bits matter that neither are whole turns times whole nor
+// below what is kept. Words of 2/π after a word of zeros; for |x| from 128 on.
+fn turn_of_any(x: f32) -> Turn {
+    let bits = bitcast<u32>(x) & 0x7fffffffu;
+    let whole = (bits & 0x7fffffu) | 0x800000u;
+    var two_over_pi = array<u32, 8>(
+        0u, 0xa2f9836eu, 0x4e441529u, 0xfc2757d1u, 0xf534ddc0u, 0xdb629599u, 0x3c439041u, 0xfe5163abu
+    );
+    let skipped = (bits >> 23u) - 120u;
+    let first = skipped / 32u;
+    let shift = skipped % 32u;
+    var window: array<u32, 3>;
+    for (var i = 0u; i < 3u; i++) {
+        let after = (two_over_pi[first + i + 1u] >> 1u) >> (31u - shift);
+        window[i] = (two_over_pi[first + i] << shift) | after;
+    }
+    // The lower 96 bits of the product: two of quarter turns, and the rest behind the point.
+    let carry = upper(whole, window[2]);
+    let middle = whole * window[1] + carry;
+    let high = whole * window[0] + upper(whole, window[1]) + select(0u, 1u, middle < carry);
+    var quarter = i32(high >> 30u);
+    var part = vec2<u32>((middle << 2u) | ((whole * window[2]) >> 30u), (high << 2u) | (middle >> 30u));
+    let over = long_is_minus(part); // more than half a quarter
+    if (over) {
+        quarter += 1;
+        part = long_neg(part);
+    }
+    var scale = 1.5707963267948966 / 4294967296.0;
+    if (part.y == 0u) {
+        part = vec2<u32>(0u, part.x);
+        scale /= 4294967296.0;
+    }
+    let zeros = countLeadingZeros(part.y);
+    let digits = (part.y << zeros) | ((part.x >> 1u) >> (31u - zeros % 32u));
+    let rest = f32(digits) * scale * power_of_two(-i32(zeros));
+    let minus = is_minus(x);
+    return Turn(select(rest, -rest, over != minus), select(quarter, -quarter, minus));
+}
+
+// The parts of π/2 have eleven bits and n has thirteen, so that their products are exact. They are whole numbers first: of
+// n * a + n * b compilers make n * (a + b), which is rounded.
 fn turn_of(x: f32) -> Turn {
-    let n = round(x * 0.6366197723675814);
-    var r = fma(n, -1.5703125, x);
-    r = fma(n, -4.837512969970703125e-4, r);
-    r = fma(n, -7.54978995489188216e-8, r);
-    return Turn(r, i32(n));
+    if (abs(x) > 12800.0) { return turn_of_any(x); }
+    let n = i32(round(x * 0.6366197723675814));
+    var r = x - f32(n * 1608) * power_of_two(-10);
+    r = r - f32(n * 2029) * power_of_two(-22);
+    r = r - f32(n * 1297) * power_of_two(-34);
+    r = r - f32(n) * 2.563344151594519e-12;
+    return Turn(r, n);
 }
 
 fn sine_of_part(y: f32) -> f32 {
@@ -485,13 +528,18 @@ fn long_fmod(a: vec2<u32>, b: vec2<u32>) -> vec2<u32> { return long_sub(a, long_
 fn long_remainder(a: vec2<u32>, b: vec2<u32>) -> vec2<u32> { return long_sub(a, long_mul(long_floor_div(a, b), b)); }
 
 fn long_power(x: vec2<u32>, n: vec2<u32>) -> vec2<u32> {
-    var left = n.x;
+    let odd = (n.x & 1u) == 1u;
+    if (long_is_minus(n)) {
+        let one = vec2<u32>(1u, 0u);
+        return select(select(vec2<u32>(0u), one, all(x == one)), select(one, x, odd), all(x == vec2<u32>(0xffffffffu)));
+    }
+    var left = n;
     var square = x;
     var y = vec2<u32>(1u, 0u);
-    while (left > 0u) {
-        if ((left & 1u) == 1u) { y = long_mul(y, square); }
+    while (any(left != vec2<u32>(0u))) {
+        if ((left.x & 1u) == 1u) { y = long_mul(y, square); }
         square = long_mul(square, square);
-        left = left >> 1u;
+        left = vec2<u32>((left.x >> 1u) | (left.y << 31u), left.y >> 1u);
     }
     return y;
 }
@@ -527,9 +575,26 @@ fn long_sign(a: vec2<u32>) -> vec2<u32> {
     return select(vec2<u32>(1u, 0u), vec2<u32>(0xffffffffu), long_is_minus(a));
 }
 
+// Rounded once, to nearest even: the first 24 digits, and what is behind them.
 fn float_of_long(a: vec2<u32>) -> f32 {
-    let size = long_abs(a);
-    let y = f32(size.y) * 4294967296.0 + f32(size.x);
+    var size = long_abs(a);
+    var scale = 1.0;
+    if (size.y != 0u) {
+        let zeros = countLeadingZeros(size.y);
+        let behind = size.x << zeros;
+        size.x = (size.y << zeros) | ((size.x >> 1u) >> (31u - zeros)) | select(0u, 1u, behind != 0u);
+        scale = power_of_two(32 - i32(zeros));
+    }
+    if (size.x >= 0x1000000u) {
+        let drop = 8u - countLeadingZeros(size.x);
+        let half = 1u << (drop - 1u);
+        let lost = size.x & (2u * half - 1u);
+        let kept = size.x >> drop;
+        size.x = (kept + select(0u, 1u, lost > half || (lost == half && (kept & 1u) == 1u))) << drop;
+        // All digits but the first 24 are zeros, but for the one that a carry leads to.
+        if (size.x == 0u) { size.x = 1u; scale *= 4294967296.0; }
+    }
+    let y = f32(size.x) * scale;
     return select(y, -y, long_is_minus(a));
 }
 

@@ -4,11 +4,12 @@
 //   y     one number for each kept place, in row-major order
 //
 // mode "group": a workgroup per result, its threads in turn; "thread": a thread per result. A part of the reduced elements
-// may be one result (`parts` of `length` each), which a second call joins: no chain of sums is long, and few results fill a GPU.
+// may be one result (of `length` elements; result = part * places + place), which a second call joins: no chain of sums is
+// long, and few results fill a GPU. A thread adds up blocks of `block` elements, and then their sums, for the same reason.
 //
 // op: "sum", "prod", "max", "min", "argmax", "argmin", "any", "all", "norm" (of the powers; norm_of: 0, 1, 2, "inf", "p"),
 // "squares" (sum of squares of what is left when `mean`, of the kept place, is taken away)
-// variables: x (dtype), y (dtype), kind (of number: "f", "i", "l"), op, norm_of, kept (number of dims), reduced, mode
+// variables: x (dtype), y (dtype), kind (of number: "f", "i", "l"), op, norm_of, kept (number of dims), reduced, mode, block
 {% import "numbers.wgsl" as numbers with context %}
 {% set T = numbers.TYPES[kind] %}
 {{ input("x", numbers.stored(x), 1) }}
@@ -17,7 +18,7 @@
 {% endif %}
 {% if y in ("f16", "bf16", "i16") %}{% set per_thread = 2 %}{% elif y in ("u8", "i8", "bool") %}{% set per_thread = 4 %}{% else %}{% set per_thread = 1 %}{% endif %}
 {{ output("y", numbers.stored(y), per_thread) }}
-{% set fields = namespace(text="count: u32, results: u32, parts: u32, length: u32, power: f32") %}
+{% set fields = namespace(text="count: u32, results: u32, places: u32, length: u32, power: f32") %}
 {% for d in range(kept) %}{% set fields.text = fields.text ~ ", kn%d: u32, ks%d: u32" % (d, d) %}{% endfor %}
 {% for d in range(reduced) %}{% set fields.text = fields.text ~ ", rn%d: u32, rs%d: u32" % (d, d) %}{% endfor %}
 {{ params(fields.text) }}
@@ -105,6 +106,8 @@ fn one(base: u32, at: u32, place: u32) -> {{ T }} {
 {% else %}
     return pow_of(abs(value), params.power);
 {% endif %}
+{% elif op in ("any", "all") %}
+    return {{ {"f": "select(0.0, 1.0, is_true(value))", "i": "select(0, 1, value != 0)", "l": "vec2<u32>(select(0u, 1u, any(value != vec2<u32>(0u))), 0u)"}[kind] }};
 {% else %}
     return value;
 {% endif %}
@@ -126,19 +129,25 @@ fn base_of(place: u32) -> u32 {
 
 {# The reduction of every `step`-th element from the first on. #}
 fn walked(result: u32, first: u32, step: u32) -> Best {
-    let place = result / params.parts;
-    let part = result % params.parts;
+    let place = result % params.places;
+    let part = result / params.places;
     let base = base_of(place);
     let end = min((part + 1u) * params.length, params.count);
     var best = Best(start_value(), 0xffffffffu);
-    for (var at = part * params.length + first; at < end; at += step) {
 {% if places %}
+    for (var at = part * params.length + first; at < end; at += step) {
         let here = Best(one(base, at, place), at);
         if (better(here, best)) { best = here; }
-{% else %}
-        best.value = joined(best.value, one(base, at, place));
-{% endif %}
     }
+{% else %}
+    var at = part * params.length + first;
+    while (at < end) {
+        let stop = min(end, at + {{ block }}u * step);
+        var value = start_value();
+        for (; at < stop; at += step) { value = joined(value, one(base, at, place)); }
+        best.value = joined(best.value, value);
+    }
+{% endif %}
     return best;
 }
 
