@@ -12,9 +12,10 @@ from ahead_of_time import TUNED, Recorded
 from hopper_variants import CAUSAL, FULL, WINDOW, attention, gradients_of, meta, noted, recorded
 
 from headwise.backends.triton.gpu import KNOWN
-from headwise.backends.triton.hopper import padded
+from headwise.backends.triton.hopper import padded, padding
 from headwise.backends.triton.hopper.attention_backward import _heads_together, backward
 from headwise.backends.triton.hopper.coverage import BACKWARD, backward_tile, covers_backward
+from headwise.backends.triton.hopper.lengths import ELEMENTS, _fill_bad
 
 SHARED_MEMORY = KNOWN["sm_90"].shared_memory
 
@@ -90,14 +91,35 @@ def test_a_padded_batch_is_run_as_a_packed_one(names):
         assert (grad.shape, grad.stride()) == (x.shape, x.stride())
 
 
+@pytest.mark.parametrize("names", [("q_lengths", "kv_lengths"), ("kv_starts",)], ids="-".join)
+def test_a_mask_beside_lengths_takes_the_kernels_of_a_mask_alone(names):
+    mask = meta(2, 1, 4096, 4096, dtype=torch.bool)
+    call = padded_call(mask=mask, **{name: meta(2, dtype=torch.int64) for name in names})
+    assert padding.covers_forward(call) is padding.covers_backward(call) is None
+    alone = attention(128, FULL, group=4)._replace(mask=mask)
+    for launcher, args, others in (
+        (padded.forward, call, alone),
+        (padded.backward, gradients_of(call), gradients_of(alone)),
+    ):
+        made = Recorded(launcher, args)
+        for launch in made.launches:
+            if not launch.described:
+                made.compiled(launch)
+        variants = [
+            next(launch.tail[-1] for launch in x.launches if launch.described)
+            for x in (made, Recorded(launcher, others))
+        ]
+        assert variants[0] == variants[1]
+
+
 def test_a_batch_entry_of_nearly_two_billion_elements_is_filled_by_steps_of_64_bits():
     """2³¹ - 2048 of them: a step of 32 bits past the last one would come round, and go on before the first."""
     size, heads, dim = 2**20 - 1, 16, 128
     q, k, v = (meta(2, size, heads, dim).transpose(1, 2) for _ in range(3))
     lengths = meta(2, dtype=torch.int64)
     made = Recorded(padded.forward, attention(dim)._replace(q=q, k=k, v=v, q_lengths=lengths))
-    (fill,) = (launch for launch in made.launches if launch.kernel is padded._fill_bad)
-    assert 2**31 - 8 * padded._ELEMENTS < fill.tail[2] < 2**31
+    (fill,) = (launch for launch in made.launches if launch.kernel is _fill_bad)
+    assert 2**31 - 8 * ELEMENTS < fill.tail[2] < 2**31
     assert re.search(r"scf.for .* : i64", made.compiled(fill).asm["ttir"])
 
 

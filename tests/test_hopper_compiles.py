@@ -245,3 +245,7 @@ def test_explain_says_which_kernel_runs():
     lengths = meta(2, dtype=torch.int32)
     assert note(kv_lengths=lengths) == "forward: the Hopper kernel; backward: the plain kernel (it reads no kv_lengths)"
     assert note(q_lengths=lengths).count("it reads no q_lengths yet") == 2
+    of_entries = meta(2, 1, 1024, 1024, dtype=torch.bool)
+    both = {"q_lengths": lengths, "kv_lengths": lengths}
+    assert note(mask=of_entries, **both) == "forward: the Hopper kernel; backward: the Hopper kernel"
+    assert note(mask=of_entries[:1], **both).count("the plain kernel") == 2

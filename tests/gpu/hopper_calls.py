@@ -85,6 +85,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "128, mask, cap and sink": {"d": 128, "mask": "queries and keys", **CAPPED},
     "160, mask of queries": {"d": 160, "mask": "queries"},
     "256, mask, causal": {"d": 256, "mask": "queries and keys", **CAUSAL},
+    "96, mask of entries beside lengths, causal": {"d": 96, "mask": "entries", "padded": "right", **CAUSAL},
     "64, bias": {"d": 64, "bias": "heads"},
     "64, float32 bias of keys, causal": {"d": 64, "bias": "keys", "bias_dtype": torch.float32, **CAUSAL},
     "96, float32 bias": {"d": 96, "bias": "heads", "bias_dtype": torch.float32},
@@ -97,6 +98,7 @@ CALLS: dict[str, dict[str, Any]] = {
 SHAPES = {  # which of batch, heads, queries and keys a mask or a bias has
     "queries and keys": (0, 0, 1, 1),
     "heads": (0, 1, 1, 1),
+    "entries": (1, 0, 1, 1),
     "queries": (1, 0, 1, 0),
     "keys": (1, 0, 0, 1),
 }

@@ -14,7 +14,7 @@ import headwise as hw
 from headwise.backends.triton import hopper
 from headwise.backends.triton.gpu import Gpu, facts
 from headwise.cases import attention
-from headwise.testing import Case, Maker, measure
+from headwise.testing import Case, Maker, maker_of, measure
 
 LENGTHS = {
     "right": {"q_lengths": (1000, 333, 0, 129), "kv_lengths": (1000, 333, 0, 129)},
@@ -55,9 +55,23 @@ def make(maker: Maker, *, kind: str, **params: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_within_the_budget(kind, flags, dim):
-    params = {"b": 4, "hq": 8, "hk": 4, "sq": 1000, "sk": 1000, "d": dim, "kind": kind, **FLAGS[flags]}
+    assert_within_the_budget(kind, flags, d=dim)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192])
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_masks_beside_lengths_within_the_budget(kind, flags, dim):
+    assert_within_the_budget(kind, flags, d=dim, mask=(4, 1, 1000, 1000), chance=0.3)
+
+
+def assert_within_the_budget(kind, flags, **params):
+    params = {"b": 4, "hq": 8, "hk": 4, "sq": 1000, "sk": 1000, "kind": kind, **FLAGS[flags], **params}
     case = Case(str(params), params)
     suite = dataclasses.replace(attention.SUITE, cases=(case,), make=make)
+    arguments = make(maker_of(suite, case, torch.bfloat16, "cuda"), **params)
+    note = hw.explain("attention", *(arguments.pop(n).requires_grad_() for n in "qkv"), **arguments).note
+    assert note == "forward: the Hopper kernel; backward: the Hopper kernel"
     errors = measure(suite, case, dtype=torch.bfloat16, device="cuda", backend="triton")
     bad = [str(e) for e in errors if not e.ok]
     assert not bad, bad

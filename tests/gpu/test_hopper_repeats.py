@@ -20,6 +20,7 @@ from headwise.backends.triton.gpu import Gpu, facts
 REPEATS = int(os.environ.get("HEADWISE_TEST_REPEATS", "10000"))
 CALLS = [
     "64, mask", "128, mask, cap and sink", "160, mask of queries", "256, mask, causal", "64, bias",
+    "96, mask of entries beside lengths, causal",
     "64, float32 bias of keys, causal", "96, float32 bias", "128, bias, window", "128, bias and mask", "80", "96, window",
     "160", "192/128", "64, causal, cap and sink", "192, causal, cap", "80, packed, window", "192/128, packed, causal",
     "128, padded on the right",

@@ -33,7 +33,7 @@ from headwise.backends.triton.hopper.coverage import (
     unexpanded,
 )
 from headwise.backends.triton.hopper.descriptors import BiasBox, StatisticsBox, in_pieces
-from headwise.backends.triton.hopper.mask_tiles import NO_STEPS, packed_mask
+from headwise.backends.triton.hopper.mask_tiles import NO_STEPS, Folded, packed_mask
 from headwise.backends.triton.hopper.tiles import BackwardTile
 from headwise.backends.triton.parameters import inputs_of
 from headwise.backends.triton.partial_sums import sum_partials
@@ -47,8 +47,10 @@ _LOG2E = 1.4426950408889634
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # of q, k, v, bias and sink
 
 
-def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None) -> Gradients | None:
-    """None if the plain kernels are to do it.
+def backward(
+    gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None, *, folded: Folded | None = None
+) -> Gradients | None:
+    """None if the plain kernels are to do it. ``folded``: what is to be packed with the mask.
 
     A ``tile`` is for measuring and tests: the call is made in it, whether it would be chosen for such calls or not.
     """
@@ -112,7 +114,7 @@ def backward(gpu: Gpu, args: AttentionBackward, tile: BackwardTile | None = None
         upwards = deterministic and right >= 0 and left < 0
         masked = packed_mask(
             gpu, _cut_mask(call.mask, empty, hidden), rows, keys, (left, right), (tile.keys, tile.rows), keys_down=True,
-            upwards=upwards,
+            upwards=upwards, folded=folded,
         )  # fmt: skip
     blind = None  # blocks of queries of which some see nothing; the band has been seen to
     if call.mask is not None or call.bias is not None:

@@ -21,7 +21,7 @@ from headwise.backends.triton.hopper.coverage import (
 from headwise.backends.triton.hopper.descriptors import BiasBox, in_pieces
 from headwise.backends.triton.hopper.forward_kernel import forward_kernel
 from headwise.backends.triton.hopper.forward_schedule import Variant
-from headwise.backends.triton.hopper.mask_tiles import NO_STEPS, packed_mask
+from headwise.backends.triton.hopper.mask_tiles import NO_STEPS, Folded, packed_mask
 from headwise.backends.triton.hopper.tiles import ForwardTile
 from headwise.backends.triton.scores import band_of
 
@@ -37,8 +37,10 @@ _L2_SHARE = 32 << 20
 _HEADS_AT_ONCE = 8
 
 
-def forward(gpu: Gpu, args: Attention, tile: ForwardTile | None = None) -> tuple[Tensor, Tensor] | None:
-    """(out, lse), or None if the plain kernel is to do it.
+def forward(
+    gpu: Gpu, args: Attention, tile: ForwardTile | None = None, *, folded: Folded | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """(out, lse), or None if the plain kernel is to do it. ``folded``: what is to be packed with the mask.
 
     A ``tile`` is for measuring and tests: the call is made in it, whether it would be chosen for such calls or not.
     """
@@ -77,7 +79,7 @@ def forward(gpu: Gpu, args: Attention, tile: ForwardTile | None = None) -> tuple
     masked = None
     if args.mask is not None:
         masked = packed_mask(
-            gpu, args.mask, q_length, k_length, (left, right), (_ROWS * tile.consumers, tile.keys)
+            gpu, args.mask, q_length, k_length, (left, right), (_ROWS * tile.consumers, tile.keys), folded=folded
         )  # fmt: skip
     bias, bias_rows = unexpanded(args.bias), 0
     if bias is not None:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from headwise.backends.triton.blocks import score_strides
 from headwise.backends.triton.hopper.coverage import unexpanded
+from headwise.backends.triton.hopper.lengths import extent
 
 if TYPE_CHECKING:
     from headwise.backends.triton.gpu import Gpu
@@ -45,6 +46,39 @@ def _words(x, N: tl.constexpr):
     return tl.sum(tl.sum(bits, 3), 1)
 
 
+class Folded(NamedTuple):
+    """What is packed with a mask that has a number for each batch entry: lengths, and a band that shifts with them."""
+
+    q_lengths: Tensor | None
+    kv_lengths: Tensor | None
+    kv_starts: Tensor | None
+    band: tuple[int, int]
+
+
+_NOT_FOLDED = Folded(None, None, None, (-1, -1))
+
+
+@triton.jit
+def _exists(
+    x, d, a, rows, past, start, left, right,
+    ONE_QUERY: tl.constexpr, KEYS_DOWN: tl.constexpr, FOLD_LEFT: tl.constexpr, FOLD_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """x ``[D, A]``, zero where there is no such query or key, or where the band of a sequence of these lengths ends."""
+    if KEYS_DOWN:
+        key, query = d[:, None], a[None, :]
+    else:
+        key, query = a[None, :], d[:, None]
+    there = (key >= start) & (key < past)
+    if not ONE_QUERY:
+        there = there & (query < rows)
+        position = query + past - rows
+        if FOLD_LEFT:
+            there = there & (key >= position - left)
+        if FOLD_RIGHT:
+            there = there & (key <= position + right)
+    return tl.where(there, x, 0)
+
+
 @triton.jit(
     do_not_specialize=[
         "down", "across", "strips", "steps", "parts", "heads", "offset", "left", "right", "bits_head", "bits_block",
@@ -52,15 +86,16 @@ def _words(x, N: tl.constexpr):
     ]
 )  # fmt: skip
 def pack_mask(
-    mask, bits, states, lists,
+    mask, bits, states, lists, q_lengths, kv_lengths, kv_starts,
     down, across, strips, steps, parts, heads, offset, left, right, m_b, m_h, m_d, m_a, bits_head, bits_block, states_head,
     states_down, lists_head, seen_at,
     ONE_DOWN: tl.constexpr, ONE_ACROSS: tl.constexpr, KEYS_DOWN: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, FOLD_LEFT: tl.constexpr, FOLD_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """A strip of keys (64 down or 128 across) of a head of the mask, and a part of all queries.
 
-    ``ONE_DOWN``, ``ONE_ACROSS``: the mask is broadcast, and packed for one row or for one block of columns.
+    ``ONE_DOWN``, ``ONE_ACROSS``: the mask is broadcast, and packed for one row or for one block of columns. What
+    lengths hide is hidden, too, and what is outside a band that shifts with them (FOLD_LEFT, FOLD_RIGHT).
     """
     program = tl.program_id(0)
     strip = program % strips
@@ -72,6 +107,10 @@ def pack_mask(
     one_query: tl.constexpr = ONE_ACROSS if KEYS_DOWN else ONE_DOWN
     lane_d, lane_a, word = tl.arange(0, 64), tl.arange(0, 128), tl.arange(0, 4)
     half = tl.arange(0, 2)
+    FOLDED: tl.constexpr = (q_lengths is not None) or (kv_lengths is not None) or (kv_starts is not None)
+    if FOLDED:
+        queries, keys = (across, down) if KEYS_DOWN else (down, across)
+        rows, past, start, _ = extent(q_lengths, kv_lengths, kv_starts, entry // heads, queries, keys)
     anybody = tl.zeros([64 if KEYS_DOWN else 128], tl.int32)
     each = tl.cdiv(steps, parts)
     for step in range(part * each, tl.minimum(part * each + each, steps)):
@@ -88,6 +127,8 @@ def pack_mask(
         else:
             found = tl.load(at, mask=inside, other=0)
         x = (found != 0).to(tl.int32)
+        if FOLDED:
+            x = _exists(x, d, a, rows, past, start, left, right, one_query, KEYS_DOWN, FOLD_LEFT, FOLD_RIGHT)
         own_rows = d < (1 if ONE_DOWN else down)
         own_block = (a_block == 0) | (not ONE_ACROSS)
         to = bits + (entry * 0 + a_block) * bits_block + d[:, None] * 4 + word[None, :]
@@ -253,9 +294,12 @@ class PackedMask(NamedTuple):
 
 def packed_mask(
     gpu: Gpu, mask: Tensor, queries: int, keys: int, band: tuple[int, int], tile: tuple[int, int], *,
-    keys_down: bool = False, upwards: bool = False,
+    keys_down: bool = False, upwards: bool = False, folded: Folded | None = None,
 ) -> PackedMask:  # fmt: skip
-    """Pack a mask that broadcasts to ``(B, H, queries, keys)``; ``tile``: down and across."""
+    """Pack a mask that broadcasts to ``(B, H, queries, keys)``; ``tile``: down and across.
+
+    ``band``: what the kernels themselves leave out. ``folded``: what they do not know.
+    """
     mask = unexpanded(mask).view(torch.uint8)
     if keys_down:
         mask = mask.transpose(2, 3)
@@ -285,13 +329,16 @@ def packed_mask(
         strips, steps = key_blocks, 1 if one_down else -(-queries // 64)
     parts = max(1, min(steps // _LEAST_STEPS, 16 * gpu.multiprocessors // (strips * entries)))
     constants = one_down, one_across, keys_down, left >= 0, right >= 0
+    assert folded is None or band == (-1, -1)
+    *lengths, packed_band = folded or _NOT_FOLDED
+    sides = band if folded is None else packed_band
     gpu.launch(
-        pack_mask, (strips * parts * entries,), (mask, bits, states, lists),
+        pack_mask, (strips * parts * entries,), (mask, bits, states, lists, *lengths),
         (
-            down, across, strips, steps, parts, heads, keys - queries, left, right, m_b, m_h, m_d, m_a, bits_head,
+            down, across, strips, steps, parts, heads, keys - queries, *sides, m_b, m_h, m_d, m_a, bits_head,
             bits_block, states_head, states_down, lists_head, seen_at,
         ),
-        constants,
+        (*constants, packed_band[0] >= 0, packed_band[1] >= 0),
     )  # fmt: skip
     gpu.launch(
         list_blocks, (tiles * entries,), (states, lists),

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise.backends.triton.hopper import attention_backward, attention_forward
+from headwise.backends.triton.hopper import attention_backward, attention_forward, folded_lengths
 from headwise.backends.triton.hopper.coverage import (
     backward_tile,
     covers_backward,
@@ -21,19 +21,20 @@ from headwise.backends.triton.hopper.coverage import (
     forward_tile,
     tiles_in_all,
 )
-from headwise.backends.triton.hopper.padding import SEQUENCES, as_packed, end_to_end, packable, tokens
-from headwise.backends.triton.scores import checked_length
+from headwise.backends.triton.hopper.lengths import extent, lengths_of, mark_bad
+from headwise.backends.triton.hopper.padding import SEQUENCES, as_packed, end_to_end, foldable, packable, tokens
 
 if TYPE_CHECKING:
     from headwise.backends.triton.gpu import Gpu
     from headwise.ops.attention._arguments import Attention, AttentionBackward
 
 _ROWS = 256  # that a program moves
-_ELEMENTS = 4096  # that it fills at once
 
 
 def forward(gpu: Gpu, args: Attention) -> tuple[Tensor, Tensor | None] | None:
     """(out, lse), or None if the plain kernel is to do it."""
+    if foldable(args):
+        return folded_lengths.forward(gpu, args)
     if covers_forward(args) is None or not packable(args):
         return attention_forward.forward(gpu, args)
     if covers_forward(as_packed(args)) is not None or not all(map(gpu.aligned, (args.q, args.k, args.v))):
@@ -50,13 +51,15 @@ def forward(gpu: Gpu, args: Attention) -> tuple[Tensor, Tensor | None] | None:
     lse = gpu.empty((batch, heads, queries), torch.float32) if args.with_lse else None
     if lse is not None:
         _move_statistics(gpu, args, packed_lse, lse, queries, to_packed=False)
-    _mark_bad(gpu, args, out, queries)
+    mark_bad(gpu, args, out)
     return out.view(batch, queries, heads, value_dim).transpose(1, 2), lse
 
 
 def backward(gpu: Gpu, args: AttentionBackward) -> attention_backward.Gradients | None:
     """None if the plain kernels are to do it."""
     call = args.forward
+    if foldable(call):
+        return folded_lengths.backward(gpu, args)
     if covers_backward(call) is None or not packable(call):
         return attention_backward.backward(gpu, args)
     if covers_backward(as_packed(call)) is not None or not all(map(gpu.aligned, (call.q, call.k, call.v))):
@@ -80,8 +83,8 @@ def backward(gpu: Gpu, args: AttentionBackward) -> attention_backward.Gradients 
     )  # fmt: skip
     assert gradients is not None
     dq, dk, dv, _, dsink = gradients
-    for x, length in ((dq, queries), (dk, keys), (dv, keys)):
-        _mark_bad(gpu, call, x, length)
+    for x in (dq, dk, dv):
+        mark_bad(gpu, call, x)
     results = (
         x.view(batch, length, count, x.shape[2]).transpose(1, 2)
         for x, length, count in ((dq, queries, heads), (dk, keys, key_heads), (dv, keys, key_heads))
@@ -101,13 +104,8 @@ def _heads_inside(x: Tensor) -> Tensor:
 def _offsets(gpu: Gpu, args: Attention) -> tuple[Tensor, Tensor]:
     batch, _, queries, _ = args.q.shape
     cu_q, cu_k = (gpu.empty((SEQUENCES * batch + 1,), torch.int32) for _ in range(2))
-    gpu.launch(_write_offsets, (batch,), (*_lengths(gpu, args), cu_q, cu_k), (queries, args.k.shape[2]), warps=1)
+    gpu.launch(_write_offsets, (batch,), (*lengths_of(gpu, args), cu_q, cu_k), (queries, args.k.shape[2]), warps=1)
     return cu_q, cu_k
-
-
-def _lengths(gpu: Gpu, args: Attention) -> tuple[Tensor | None, ...]:
-    given = args.q_lengths, args.kv_lengths, args.kv_starts
-    return tuple(None if x is None else gpu.contiguous(x) for x in given)
 
 
 def _move_statistics(
@@ -115,37 +113,16 @@ def _move_statistics(
 ) -> None:  # fmt: skip
     batch, heads, keys = args.q.shape[0], args.q.shape[1], args.k.shape[2]
     gpu.launch(
-        _move_rows, (batch * heads * triton.cdiv(queries, _ROWS),), (*_lengths(gpu, args), source, target),
+        _move_rows, (batch * heads * triton.cdiv(queries, _ROWS),), (*lengths_of(gpu, args), source, target),
         (batch, heads, queries, keys, hidden), (to_packed, _ROWS),
     )  # fmt: skip
-
-
-def _mark_bad(gpu: Gpu, args: Attention, x: Tensor, length: int) -> None:
-    """x ``(B · length, H, D)``: NaN in entries with a bad length."""
-    gpu.launch(
-        _fill_bad, (args.q.shape[0], 8), (*_lengths(gpu, args), x),
-        (args.q.shape[2], args.k.shape[2], length * x.shape[1] * x.shape[2]), (_ELEMENTS,),
-    )  # fmt: skip
-
-
-@triton.jit
-def _extent(q_lengths, kv_lengths, kv_starts, batch, queries, keys):
-    """(queries, keys, first key) of a batch entry, and whether a length makes no sense; then there is nothing."""
-    rows, past, first, bad = queries, keys, tl.full((), 0, tl.int32), tl.full((), 0, tl.int1)
-    if q_lengths is not None:
-        rows, bad = checked_length(q_lengths + batch, queries, bad)
-    if kv_lengths is not None:
-        past, bad = checked_length(kv_lengths + batch, keys, bad)
-    if kv_starts is not None:
-        first, bad = checked_length(kv_starts + batch, keys, bad)
-    return tl.where(bad, 0, rows), tl.where(bad, 0, past), tl.where(bad, 0, tl.minimum(first, past)), bad
 
 
 @triton.jit(do_not_specialize=["queries", "keys"])
 def _write_offsets(q_lengths, kv_lengths, kv_starts, cu_q, cu_k, queries, keys):
     """Keys before the first; the entry itself; queries past its end; keys past its end."""
     batch = tl.program_id(0)
-    rows, past, first, _ = _extent(q_lengths, kv_lengths, kv_starts, batch, queries, keys)
+    rows, past, first, _ = extent(q_lengths, kv_lengths, kv_starts, batch, queries, keys)
     q, k = cu_q + batch * 4, cu_k + batch * 4
     at_q, at_k = batch * queries, batch * keys
     tl.store(q, at_q)
@@ -171,7 +148,7 @@ def _move_rows(
     batch, head = (program // blocks // heads).to(tl.int64), (program // blocks % heads).to(tl.int64)
     row = program % blocks * ROWS + tl.arange(0, ROWS)
     inside = row < queries
-    existing, _, _, bad = _extent(q_lengths, kv_lengths, kv_starts, batch, queries, keys)
+    existing, _, _, bad = extent(q_lengths, kv_lengths, kv_starts, batch, queries, keys)
     padded = (batch * heads + head) * queries + row
     packed = (head * batches + batch) * queries + row
     if TO_PACKED:
@@ -180,16 +157,3 @@ def _move_rows(
         x = tl.load(source + packed, mask=inside & (row < existing), other=hidden)
     x = tl.where(bad, float("nan"), x)
     tl.store(target + (packed if TO_PACKED else padded), x, mask=inside)
-
-
-@triton.jit(do_not_specialize=["queries", "keys", "size"])
-def _fill_bad(q_lengths, kv_lengths, kv_starts, x, queries, keys, size, ELEMENTS: tl.constexpr):
-    """NaN in the ``size`` elements of a batch entry, if one of its lengths is bad."""
-    batch = tl.program_id(0)
-    _, _, _, bad = _extent(q_lengths, kv_lengths, kv_starts, batch, queries, keys)
-    if bad:
-        base = x + batch.to(tl.int64) * size
-        # In 64 bits: just below 2³¹ elements, the last step would come round in 32.
-        for first in range(tl.program_id(1).to(tl.int64) * ELEMENTS, size, tl.num_programs(1) * ELEMENTS):
-            i = first + tl.arange(0, ELEMENTS)
-            tl.store(base + i, tl.full([ELEMENTS], float("nan"), tl.float32).to(x.dtype.element_ty), mask=i < size)

@@ -1,7 +1,7 @@
 """Which padded batches the Hopper kernels take as packed ones, and what `explain` says of a call.
 
 A dense batch with lengths is a packed one: its tokens lie end to end, and every entry is four sequences, of which one has
-both queries and keys. Nothing is copied. Nothing heavy is imported here.
+both queries and keys. Nothing is copied. Beside a mask, lengths are packed with it. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ SEQUENCES = 4  # of a batch entry: keys before its first, the entry itself, quer
 
 def covers_forward(args: Attention) -> str | None:
     """Why the Hopper forward does not take a call; None if it does."""
+    if foldable(args):
+        return coverage.covers_forward(without_lengths(args))
     reason = coverage.covers_forward(args)
     return coverage.covers_forward(as_packed(args)) if reason is not None and packable(args) else reason
 
 
 def covers_backward(args: Attention) -> str | None:
     """Why the Hopper backward does not take the gradients of a call; None if it does."""
+    if foldable(args):
+        return coverage.covers_backward(without_lengths(args))
     reason = coverage.covers_backward(args)
     return coverage.covers_backward(as_packed(args)) if reason is not None and packable(args) else reason
 
@@ -34,12 +38,35 @@ def covers_backward(args: Attention) -> str | None:
 def packable(args: Attention) -> bool:
     """Is this a padded batch whose tokens lie end to end, heads inside, and which a packed call could do?"""
     q, k, v = args.q, args.k, args.v
-    padded = args.q_lengths is not None or args.kv_lengths is not None or args.kv_starts is not None
-    if not padded or args.packing is not None or args.mask is not None or args.bias is not None:
+    if not has_lengths(args) or args.packing is not None or args.mask is not None or args.bias is not None:
         return False
     (_, heads, queries, _), value_dim = q.shape, v.shape[3]
     heads_inside = queries * heads * value_dim, value_dim, heads * value_dim, 1
     return layout.strides_like_heads(q, value_dim) == heads_inside and all(map(end_to_end, (q, k, v)))
+
+
+def has_lengths(args: Attention) -> bool:
+    return args.q_lengths is not None or args.kv_lengths is not None or args.kv_starts is not None
+
+
+def foldable(args: Attention) -> bool:
+    """Has this padded batch a mask with a number of its own for everything that depends on a length?
+
+    Then the lengths are packed with it. A mask that is broadcast over the batch, or over the queries beside a band or
+    ``q_lengths``, would have to be packed into more than an eighth of its bytes.
+    """
+    if not has_lengths(args) or args.packing is not None or args.mask is None or args.bias is not None:
+        return False
+    (batch, _, queries, _), keys, flags = args.q.shape, args.k.shape[2], args.flags
+    mask = coverage.unexpanded(args.mask)
+    of_queries = flags.left >= 0 or flags.right >= 0 or args.q_lengths is not None
+    return mask.shape[0] == batch and mask.shape[3] == keys and (mask.shape[2] == queries or not of_queries)
+
+
+def without_lengths(args: Attention) -> Attention:
+    """The same call where the mask says what the lengths and the band do."""
+    flags = args.flags._replace(left=-1, right=-1)
+    return args._replace(q_lengths=None, kv_lengths=None, kv_starts=None, flags=flags)
 
 
 def as_packed(args: Attention, cu_q: Any = None, cu_k: Any = None) -> Attention:
