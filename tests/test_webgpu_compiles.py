@@ -18,6 +18,7 @@ from headwise.backends.registry import Unsupported
 from headwise.backends.webgpu import recorder, runtime, shaders
 from headwise.cases import SUITES
 from headwise.config import settings
+from headwise.ops.attention import elsewhere, unrounded
 
 # What decides the tiles: the floor of WebGPU, a discrete GPU, a phone.
 ADAPTERS = {
@@ -103,6 +104,27 @@ def test_every_variant_compiles_under_naga_and_tint(op, monkeypatch):
         except (TintError, wgpu.GPUError) as error:
             failures.append(f"{name} {variant}: {error}")
     assert not failures, f"{len(failures)} of {len(found)} variants: " + "\n".join(failures[:3])
+
+
+def test_dropout_of_a_part_compiles_under_naga_and_tint(monkeypatch):
+    """With the numbers of its first batch entry and head, and of its first query and key, behind the seed."""
+    x, ends = torch.randn(1, 2, 70, 16), torch.tensor([0, 30, 70], dtype=torch.int32)
+    flags = {"window": None, "scale": 1.0, "softcap": None, "deterministic": True, "backend": "webgpu", "dropout": 0.5}
+    with recording(monkeypatch) as recorded:
+        for count in (3, 5, 6):
+            seed, bias = torch.ones(count, dtype=torch.int64), torch.ones(1, 1, 70, 70)
+            out, lse = unrounded.attention(x, x, x, bias=bias, seed=seed, **flags)
+            unrounded.attention_backward(x, x, x, x, out, lse, bias=bias, need_bias_grad=True, seed=seed, **flags)
+            if count == 3:
+                packed = [x[0].transpose(0, 1).contiguous()] * 3
+                out, lse = elsewhere.attention_varlen(*packed, ends, 40, seed=seed, **flags)
+                unrounded.attention_varlen_backward(out, *packed, out, lse, ends, 40, seed=seed, **flags)
+    parts = {text: of for text, of in recorded.items() if "load_aux(params.seed + 4u)" in text}
+    assert {name for name, _ in parts.values()} == {"attention_forward", "attention_backward", "attention_bias"}
+    gpu = runtime.device().gpu
+    for text, (name, variant) in parts.items():
+        gpu.create_shader_module(code=text)
+        compile_with_tint(shaders.render(name, dialect=shaders.TINT, **variant).text)
 
 
 def test_float16_is_compiled_in_both_ways(monkeypatch):
