@@ -117,19 +117,25 @@ def assembled(kernel: Any, folder: Path) -> tuple[Figures, str]:
     return Figures(int(registers), kernel.metadata.shared, *map(int, spills)), log
 
 
-def assert_sound(kernel: Any, figures: Figures, folder: Path) -> str:
+def assert_sound(kernel: Any, figures: Figures, folder: Path, fenced: bool = False) -> str:
     """No more registers, memory or spills than noted, no serialised WGMMA, no register used unset, no hasty arrival.
 
-    Returns the disassembled kernel.
+    fenced: ptxas may put fences between products (C7519), which then still run beside other work. Returns the disassembled
+    kernel.
     """
     found, log = assembled(kernel, folder)
     assert all(now <= then for now, then in zip(found, figures, strict=True)), f"{found}, noted {figures}"
-    assert not re.findall(r"C75\d\d", log), log
+    assert not re.findall(r"C75(?!19)\d\d" if fenced else r"C75\d\d", log), log
     code = sass.disassemble(kernel.asm["cubin"], folder)
     # Of what moves or makes 64 bits, addresses and factors have 32: there the reading is too strict.
     assert not [i for i in sass.unset_reads(code) if not re.search(r"\.64|\.WIDE", i)]
     assert not sass.hasty_arrivals(kernel.asm["ptx"])
     return code
+
+
+def is_fenced(name: str) -> bool:
+    """With a cap and no band, parts of P are made between the products that read them."""
+    return name.startswith("backward") and " full" in name and name.endswith("cap")
 
 
 def forward_tiles() -> dict[str, tuple[int, ForwardTile]]:
@@ -186,7 +192,7 @@ def _masked_and_biased() -> dict[str, tuple[Any, Any]]:
             args = attention(dim, of_call)._replace(**given)
             made[f"forward {dim} {kind} {band}{' cap' * cap}"] = functools.partial(forward, tile=tile), args
         # The backward does not tell one kind of mask from another, takes 96 in the tile of 128, and no bias beside a cap.
-        if kind.endswith("and mask of queries") or (bias is not None and cap):
+        if kind.endswith("mask of queries") or (bias is not None and cap):
             continue
         for dim, grouped, ordered in itertools.product(
             (64, 128) if bias is not None else (64, 128, 192, 256), (False, True), (True, False)
@@ -227,7 +233,7 @@ def main(pattern: str = ".") -> None:
         with tempfile.TemporaryDirectory() as folder:
             kernel = compiled(name)
             figures, _ = assembled(kernel, Path(folder))
-            assert_sound(kernel, figures, Path(folder))
+            assert_sound(kernel, figures, Path(folder), is_fenced(name))
         print(name, figures, "" if name not in known else f"were {known[name]}", flush=True)
         known[name] = list(figures)
         lines = ",\n".join(f"{json.dumps(n)}: {json.dumps(known[n])}" for n in VARIANTS if n in known)
