@@ -404,10 +404,21 @@ def test_a_training_step_of_a_model_is_checked_against_pytorch():
 @pytest.mark.parametrize("make", [transformers_models.training_step, transformers_models.decoding])
 def test_a_model_of_transformers_is_checked_against_pytorchs_attention(make):
     case = make("tiny", transformers_models.TINY, 2, 40)
+    case = replace(case, peers=tuple(peer for peer in case.peers if peer.name != transformers_models.COMPILED))
     result = run_case(case, replace(models.SUITE, device="cpu", dtype=torch.float32, backend="cpu"), ONCE)
     assert result.status == "ok", result.detail
-    assert set(result.absent) <= {transformers_models.LIGER}  # needs a GPU
+    assert set(result.absent) <= {transformers_models.LIGER, transformers_models.LIGER_FA4}  # they need a GPU
     assert {m.contender for m in result.measurements} == {"headwise", transformers_models.SDPA}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_compiled_model_of_transformers_is_checked_too():
+    case = transformers_models.training_step("tiny", transformers_models.TINY, 2, 40)
+    case = replace(case, peers=tuple(peer for peer in case.peers if peer.name == transformers_models.COMPILED))
+    result = run_case(case, replace(models.SUITE, device="cpu", dtype=torch.float32, backend="cpu"), ONCE)
+    assert result.status == "ok", result.detail
+    assert {m.contender for m in result.measurements} == {"headwise", transformers_models.COMPILED}
 
 
 def test_filter_takes_every_word():

@@ -19,7 +19,9 @@ from headwise.benchmark.correctness import WholeCheck
 from headwise.benchmark.requirements import AtLeast, MemoryShare
 from headwise.testing import Arguments, Maker, Outputs
 
-SDPA, LIGER = "Transformers, SDPA", "Transformers, Liger + SDPA"
+SDPA, COMPILED = "Transformers, SDPA", "Transformers, torch.compile"
+LIGER, LIGER_FA4 = "Transformers, Liger + SDPA", "Transformers, Liger + FA4"
+FA4 = "flash_attention_4"  # as Transformers has it
 
 
 class Shape(NamedTuple):
@@ -119,11 +121,22 @@ def _restored_names() -> Iterator[None]:
         names.update(before)
 
 
-def _trains_with_liger(shape: Shape, arguments: Arguments) -> Callable[[], Tensor]:
+def _trains_compiled(shape: Shape, arguments: Arguments) -> Callable[[], Tensor]:
+    """The whole step, loss included, as torch.compile has it."""
+    torch.compiler.reset()  # otherwise later cases reach the limit on recompilations
+    return torch.compile(_trains(shape, "sdpa", arguments), dynamic=False)
+
+
+def _trains_with_liger(shape: Shape, attention: str, arguments: Arguments) -> Callable[[], Tensor]:
     from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found,unused-ignore]
 
+    if attention == FA4:
+        import flash_attn.cute  # type: ignore[import-not-found,unused-ignore]  # noqa: F401  # or Transformers would fetch it
+
+        if FA4 not in _transformers().modeling_utils.ALL_ATTENTION_FUNCTIONS.valid_keys():
+            raise Absent(f"Transformers {_transformers().__version__} does not have {FA4}")
     weights, ids, labels = _split(arguments)
-    model = _ready(shape, "sdpa", weights, ids.device, training=True)
+    model = _ready(shape, attention, weights, ids.device, training=True)
     apply_liger_kernel_to_llama(model=model)
     module = _transformers().models.llama.modeling_llama
     rope = module.apply_rotary_pos_emb  # looked up at every call
@@ -161,16 +174,20 @@ def training_step(name: str, shape: Shape, batch: int, length: int) -> BenchCase
     shapes = _weights(shape)
     matrices = sum(size[0] * size[1] for size in shapes.values() if len(size) == 2)
     attention = shape.layers * shape.dim * batch * length * length * 2  # causal: half of 4
-    liger = Contender(LIGER, partial(_trains_with_liger, shape), scope=_restored_names)
+    others = (
+        Contender(COMPILED, partial(_trains_compiled, shape)),
+        Contender(LIGER, partial(_trains_with_liger, shape, "sdpa"), scope=_restored_names),
+        Contender(LIGER_FA4, partial(_trains_with_liger, shape, FA4), scope=_restored_names),
+    )
     return BenchCase(
         deterministic=None,
         name=name,
         group="Transformers training step",
         direction="forward+backward",
         differentiable=tuple(shapes),
-        **_contest(_trains, _loss, shape, (batch, length), tuple(shapes), (liger,)),
+        **_contest(_trains, _loss, shape, (batch, length), tuple(shapes), others),
         flops=float(6 * batch * length * matrices + 3.5 * attention),
-        requirements=(AtLeast(1.25, SDPA), MemoryShare(0.6, SDPA)),
+        requirements=(AtLeast(1.25, SDPA), MemoryShare(0.6, SDPA), AtLeast(1.0, LIGER_FA4)),
     )
 
 
