@@ -221,7 +221,13 @@ def _operators(dtype):
     many = torch.zeros(2, 3000, dtype=torch.int64, device=device)
     for y in (many.to(dtype), many, many.to(torch.int16), many.to(torch.bool)):
         y.sort(1), y.sort(1, descending=True), y.topk(20), y.scatter(1, many, y), y.scatter_reduce(1, many, y, "amax")
-        y.index_fill(1, many[0], 1), y.index_select(1, many[0]), y.cummax(1), torch.searchsorted(y[0], y, right=True)
+        y.index_fill(1, many[0], 1), y.index_select(1, many[0])
+        (
+            y.index_fill_(1, many[0], 1),
+            y.index_copy_(1, many[0, :2], y[:, :2]),
+            y.cummax(1),
+            torch.searchsorted(y[0], y, right=True),
+        )
     many << 3, many.int() >> 3, torch.searchsorted(x[0, 0], x, out_int32=True)
     many.scatter_reduce(1, many, many, "mean", include_self=False)
     x.uniform_(), x.normal_(), x.bernoulli_(0.5), x.exponential_(), whole.random_(0, 9), x.fill_(3)
@@ -244,6 +250,7 @@ def test_the_operators_of_pytorch_compile_under_naga_and_tint_webgpu(dtype, monk
         "radix_sort",
         "order",
         "search",
+        "write_along",
         "scan",
         "random",
         "arange",

@@ -271,6 +271,34 @@ def test_the_work_grows_with_the_elements():
     assert {"radix_sort", "scatter"} <= {name for name, *_ in modes}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+@pytest.mark.parametrize("count", [1, 5, 400])
+def test_rows_are_written_in_place_and_the_last_one_wins(dtype, count):
+    torch.manual_seed(0)
+    cache, rows = _elements(dtype, (2, 3, 90, 5)), _elements(dtype, (2, 3, count, 5))
+    places = torch.randint(90, (count,))
+
+    def copied(cache, places, rows):
+        cache = cache.clone()
+        cache[1:].index_copy_(2, places, rows[1:])  # begins in the middle of its memory
+        cache[:1, :, places - 90] = rows[:1]
+        cache.index_fill_(0, places[:1] % 2, 1)
+        cache[:, places[:2] % 3] = cache[:, :1]
+        cache.transpose(1, 2).index_copy_(1, places, rows.transpose(1, 2))
+        return cache
+
+    same(copied, cache, places, rows)
+
+
+def test_a_row_of_a_cache_costs_no_copy_of_the_cache():
+    cache, row = torch.zeros(4, 4096, 8, device=DEVICE), torch.ones(4, 1, 8, device=DEVICE)
+    with webgpu.capture() as step:
+        cache.index_copy_(1, torch.arange(5, 6, device=DEVICE), row)
+        cache[:, torch.arange(6, 7, device=DEVICE)] = row
+    assert max(math.prod(s.groups) for s in step.steps) == 1
+    assert cache.sum().item() == 64
+
+
 # -------------------------------------------------------------------------------------------------------------------- masks
 
 

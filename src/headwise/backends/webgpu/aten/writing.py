@@ -165,6 +165,35 @@ def _along(x: Array, dim: int, index: Array, source: Array, op: str, wraps: bool
     return replayed(_scattered, [x, index, source], sizes, op, True, (0, 1, 0), steps, wraps)
 
 
+def _write_along(x: Array, dim: int, index: Array, source: Array, wraps: bool = False) -> Array:
+    """The same as ``x.copy_(_along(…, "set"))``: what is not written is not copied, where x is contiguous."""
+    elementwise.check_written(x)
+    if x.dim() == 0 or not x.is_contiguous() or 0 in (index.numel(), x.numel()):
+        return cast(Array, x.copy_(_along(x, dim, index, source, "set", wraps)))
+    # A kernel may not read a buffer that it writes.
+    index, source = (cast(Array, t.clone()) if t._storage is x._storage else t for t in (index, source))
+    replayed(_written_along, [x, index, source], dim % x.dim(), wraps)
+    return x
+
+
+def _written_along(device: Device, x: Region, keys: Region, source: Region, dim: int, wraps: bool) -> tuple[()]:
+    outer, size, inner, length = math.prod(x.shape[:dim]), x.shape[dim], math.prod(x.shape[dim + 1 :]), keys.numel
+    keys, source = (copies.contiguous(device, r) for r in (keys, source))
+    name = elementwise.name_of(keys.dtype)
+    found = {}
+    if length > _FEW:
+        found["last"] = copies.full(device, (size,), 0, torch.int32)
+        kernel = device.kernel("scatter_targets", keys=name, to="last", wraps=wraps)
+        device.run(kernel, -(-length // 256), (length, size, 1, length, 0, 1, 0, size), keys=keys, last=found["last"])
+    kernel = device.kernel(
+        "write_along", bytes=x.itemsize, keys=name, how="last" if length > _FEW else "look", wraps=wraps
+    )
+    count = outer * length * inner
+    steps = (0, 0, 0) if source.numel == 1 else (length * inner, inner, 1)
+    device.run(kernel, -(-count // 256), (count, size, inner, length, *steps), y=x, keys=keys, **found, source=source)
+    return ()
+
+
 def _summed_rows(device: Device, rows: Region, ids: Region, count: int) -> Region:
     return embedding.embedding_backward(device, (rows, ids, count, -1))
 
@@ -197,7 +226,12 @@ def _index_copy(x: Array, dim: int, index: Array, source: Array) -> Any:
     return _along(x, dim, index, source, "set")
 
 
-def _index_fill(x: Array, dim: int, index: Array, value: Any) -> Any:
+def _index_copy_in_place(x: Array, dim: int, index: Array, source: Array) -> Any:
+    _check_along("index_copy", x, dim, index, source)
+    return _write_along(x, dim, index, source)
+
+
+def _index_fill(x: Array, dim: int, index: Array, value: Any, write: Callable[..., Any] | None = None) -> Any:
     check_numbers("index_fill", index, vector=True)
     if isinstance(value, torch.Tensor):
         if value.dim():
@@ -205,7 +239,12 @@ def _index_fill(x: Array, dim: int, index: Array, value: Any) -> Any:
         if not isinstance(value, Array):
             note_number("aten::index_fill_", value)
         value = array(value).to(x.dtype).view(1)
-    return _along(x, dim, index, value if isinstance(value, Array) else _number(x, value), "set", wraps=True)
+    source = value if isinstance(value, Array) else _number(x, value)
+    return _along(x, dim, index, source, "set", wraps=True) if write is None else write(x, dim, index, source, True)
+
+
+def _index_fill_in_place(x: Array, dim: int, index: Array, value: Any) -> Any:
+    return _index_fill(x, dim, index, value, _write_along)
 
 
 # ------------------------------------------------------------------------------------------------------------ x[…] = y
@@ -242,6 +281,23 @@ def _index_put(x: Array, indices: Sequence[Any], values: Any, accumulate: bool =
     made = _along(cast(Array, rows), 0, keys, cast(Array, source), "add" if accumulate else "set", wraps=len(dims) == 1)
     back = [order.index(d) for d in range(x.dim())]
     return made.view([x.shape[d] for d in order]).permute(back)
+
+
+def _index_put_in_place(
+    x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, unsafe: bool = False
+) -> Any:
+    given = [d for d, index in enumerate(indices) if index is not None]
+    index = indices[given[0]] if len(given) == 1 else None
+    if (
+        isinstance(x, Array) and isinstance(index, Array) and isinstance(values, Array) and not accumulate
+        and index.dim() == 1 and index.dtype in (torch.int64, torch.int32) and values.dtype == x.dtype
+    ):  # fmt: skip
+        shape = (*x.shape[: given[0]], index.numel(), *x.shape[given[0] + 1 :])
+        source = values if values.numel() == 1 and values.dim() <= len(shape) else values.expand(shape)
+        return _write_along(x, given[0], index, cast(Array, source), wraps=True)
+    if isinstance(x, Array):
+        elementwise.check_written(x)
+    return x.copy_(_index_put(x, indices, values, accumulate))
 
 
 def _place(indices: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -310,6 +366,10 @@ for _name, _function in _WRITERS.items():
     OPERATORS[getattr(getattr(aten, _packet + "_"), _overload or "default")] = _in_place(_function)
 
 OPERATORS |= {
-    aten._index_put_impl_.default: _in_place(_index_put),
+    aten.index_copy_.default: _index_copy_in_place,
+    aten.index_fill_.int_Scalar: _index_fill_in_place,
+    aten.index_fill_.int_Tensor: _index_fill_in_place,
+    aten.index_put_.default: _index_put_in_place,
+    aten._index_put_impl_.default: _index_put_in_place,
     aten._unsafe_index_put.default: _index_put,
 }
