@@ -214,6 +214,23 @@ def _layer_norm_from_statistics(
     return dx.with_shape(x.shape), dweight, dbias
 
 
+# ----------------------------------------------------------------------------------------------------------- group norm
+
+
+def _group_norm(x: Array, weight: Any, bias: Any, batch: int, channels: int, size: int, groups: int, eps: float) -> Any:
+    """In float32, and rounded once: PyTorch's decomposition rounds after each step."""
+    _floats("group_norm", x)
+    wide: Any = x.float().reshape(batch, groups, channels // groups * size)
+    variance, mean = torch.var_mean(wide, 2, correction=0, keepdim=True)
+    rstd = (variance + eps).rsqrt()
+    y = ((wide - mean) * rstd).view(batch, channels, size)
+    if weight is not None:
+        y = y * weight.view(-1, 1)
+    if bias is not None:
+        y = y + bias.view(-1, 1)
+    return y.to(x.dtype).view(x.shape), mean.to(x.dtype).flatten(1), rstd.to(x.dtype).flatten(1)
+
+
 # --------------------------------------------------------------------------------------------------------- running sums
 
 
@@ -269,6 +286,7 @@ OPERATORS |= {
     aten._log_softmax_backward_data.default: _log_softmax_backward,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_group_norm.default: _group_norm,
     aten.cumsum.default: scan("sum"),
     aten.cumprod.default: scan("prod"),
     aten.cumsum_.default: _in_place(scan("sum")),
