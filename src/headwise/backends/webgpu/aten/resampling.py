@@ -146,7 +146,16 @@ def _replicated_backward(grad: Array, x: Array, pad: Any) -> Any:
     return _back(grad, _replicate, tuple(x.shape[-len(pairs) :]), pairs)
 
 
+def _max_pool_backward(
+    grad: Any, x: Any, size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, indices: Any
+) -> Any:
+    """PyTorch's decomposition refuses where deterministic algorithms are asked for; sums have a fixed order here."""
+    flat = torch.zeros_like(x, memory_format=torch.contiguous_format).flatten(-2)
+    return flat.scatter_add(-1, indices.flatten(-2), grad.flatten(-2)).view(x.shape)
+
+
 OPERATORS |= {
+    aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
     aten.avg_pool2d.default: _avg_pool2d,
     aten.avg_pool2d_backward.default: _avg_pool2d_backward,
     aten._adaptive_avg_pool2d_backward.default: _adaptive_backward,
