@@ -47,7 +47,12 @@ _UNSUPPORTED = {
 
 
 def register(name: str = NAME) -> None:
-    """Make ``attn_implementation=name`` known to Transformers: the attention and its masks. Twice is as good as once."""
+    """Make ``attn_implementation=name`` known to Transformers: the attention and its masks. Idempotent."""
+    if name.startswith("paged"):
+        raise ValueError(
+            f"register: name is {name!r}; continuous batching takes no implementation that is registered: choose 'sdpa' and "
+            "run it under headwise.integrations.sdpa.override(), or 'flash_attention_2' after flash_attn.install()"
+        )
     # Models ask for behaviour that is not ours by looking for these in the name.
     for taken in ("flash", "sdpa", "flex", "eager", "paged"):
         if taken in name:
