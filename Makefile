@@ -22,8 +22,9 @@ INTERPRETED := tests/test_conformance.py tests/test_attention_inputs.py tests/te
     tests/test_triton_bf16x3.py tests/test_triton_rows.py tests/test_hopper_interpreted.py \
     tests/test_hopper_gluon.py tests/test_hopper_gluon_scores.py tests/test_hopper_gluon_padded.py \
     tests/test_hopper_mask_tiles.py tests/test_hopper_turns.py tests/test_hopper_padded.py tests/test_hopper_sweep.py \
-    tests/test_hopper_folded_lengths.py \
-    tests/test_integration_flash_attn.py tests/test_dropout.py tests/test_glu.py tests/test_rope.py tests/test_layer_norm.py \
+    tests/test_hopper_folded_lengths.py tests/test_integration_flash_attn.py tests/test_integration_onnx.py \
+    tests/test_integration_sdpa.py tests/test_integration_transformers.py tests/test_dropout.py tests/test_glu.py \
+    tests/test_rope.py tests/test_layer_norm.py \
     tests/test_add_rms_norm.py tests/test_linear_cross_entropy.py
 COMPILED := tests/test_triton_compiles.py tests/test_triton_rows_compile.py tests/test_triton_tile_tables.py
 HOPPER_FORWARD := tests/test_hopper_compiles.py

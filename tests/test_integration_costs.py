@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import headwise as hw
 import headwise.integrations.transformers as adapter
 from headwise.integrations import flash_attn, sdpa
-from headwise.integrations._compact_mask import CompactMask
+from headwise.integrations._compact_mask import CompactMask, Packed
 
 MOST = 10_000  # ns
 Q, K, V = (torch.randn(1, 8, heads, 16) for heads in (4, 2, 2))  # (B, S, H, D)
@@ -21,11 +21,19 @@ LENGTHS, OFFSETS = torch.tensor([6], dtype=torch.int32), torch.tensor([0, 8], dt
 CAUSAL = CompactMask.of((1, 1, 8, 8), "cpu", (None, 0), 8)
 PADDED = CompactMask.of((1, 1, 8, 8), "cpu", (None, 0), 8, padding=torch.ones(1, 1, 1, 8, dtype=torch.bool))
 DECODING = CompactMask.of((1, 1, 1, 8), "cpu", (None, 0), 8, LENGTHS)
+ENDS = torch.tensor([0, 5, 8], dtype=torch.int32)
+PACKED = CompactMask.of((1, 1, 8, 8), "cpu", (None, 0), 8, sequences=torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]]))
+PACKED.packed = Packed(ENDS, 5, whole_rows=False)  # found in the first layer
 LAYER = torch.nn.Module()
+LAYER.is_causal = True
 
 
 def dense(**flags):
     return hw.attention(*HEADS_FIRST, causal=True, **flags)
+
+
+def packed():
+    return hw.attention_varlen(Q[0], K[0], V[0], ENDS, ENDS, 5, 5, causal=True)
 
 
 def decode():
@@ -46,6 +54,13 @@ CALLS = {
     "transformers": (dense, lambda: adapter.attention_forward(LAYER, *HEADS_FIRST, CAUSAL)),
     "transformers, padded": (
         lambda: dense(mask=PADDED.padding), lambda: adapter.attention_forward(LAYER, *HEADS_FIRST, PADDED),
+    ),
+    "transformers, packed": (packed, lambda: adapter.attention_forward(LAYER, *HEADS_FIRST, PACKED)),
+    "transformers, cu_seq_lens": (
+        packed,
+        lambda: adapter.attention_forward(
+            LAYER, *HEADS_FIRST, None, cu_seq_lens_q=ENDS, cu_seq_lens_k=ENDS, max_length_q=5, max_length_k=5
+        ),
     ),
     "transformers, decoding": (
         decode, lambda: adapter.attention_forward(LAYER, TOKEN.transpose(1, 2), *HEADS_FIRST[1:], DECODING),

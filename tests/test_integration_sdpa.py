@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from backends_under_test import DEVICE, RUNNABLE
 from torch.nn.attention import _registry as torch_registry
 from torch.nn.attention import bias as torch_bias
 
@@ -519,3 +520,20 @@ def test_a_backend_that_does_not_exist_is_refused_at_once():
     with pytest.raises(ValueError, match="nope"):
         sdpa.enable(backend="nope")
     assert F.scaled_dot_product_attention is sdpa.PYTORCHS
+
+
+@pytest.mark.skipif("triton" not in RUNNABLE, reason="needs a GPU or TRITON_INTERPRET=1")
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_on_triton(kind, is_causal):
+    """More than one tile of keys, grouped heads, both directions."""
+    q, k, v = (x.detach().float().to(DEVICE["triton"]).requires_grad_() for x in qkv(45, 150, 4, 2, value_dim=8))
+    attn_mask = None if kind == "none" else normal(2, 1, 45, 150, seed=3).float().to(q.device)
+    if kind == "bool":
+        attn_mask = attn_mask > -0.3
+    with sdpa.override(backend="triton"):
+        got = F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, enable_gqa=True)
+    corner = visible(None, 45, 150, is_causal).to(q.device)
+    mask = corner if attn_mask is None else visible(attn_mask, 45, 150, False)
+    mask = mask & corner if mask.dtype == torch.bool else mask.masked_fill(~corner, -torch.inf)
+    same(got, PYTORCHS(q, k, v, mask, enable_gqa=True), (q, k, v), 2e-5)

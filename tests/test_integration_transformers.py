@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from backends_under_test import DEVICE, RUNNABLE
 from transformers_models import (
     BY_NAME,
     LONG,
@@ -21,6 +22,7 @@ from transformers_models import (
 )
 
 from headwise import testing
+from headwise.backends.registry import use_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -229,3 +231,13 @@ def test_every_model_compiled(model):
         error = (result[name.replace("grad of ", "grad of _orig_mod.")] - plain).norm()
         # Some gradients are nothing but rounding (the bias of keys): their scale is that of the logits' cotangent.
         assert error <= 1e-3 * plain.norm() + 1e-5 * expected["logits"].norm(), f"{name}: {error}"
+
+
+@pytest.mark.skipif("triton" not in RUNNABLE, reason="needs a GPU or TRITON_INTERPRET=1")
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_on_triton(name, adapter_calls):
+    """Windows with a soft cap, or with sinks, and padding on the left; both directions."""
+    eager, ours = pair(BY_NAME[name])
+    with use_backend("triton"):
+        hold(eager, ours.to(DEVICE["triton"]), *inputs_of(name, "left"))
+    assert len(adapter_calls) == 2

@@ -104,3 +104,9 @@ def test_our_own_name_is_refused_by_name():
     model = build(BY_NAME["llama"], "headwise")
     with pytest.raises(ValueError, match="headwise is not supported for continuous batching"):
         together(model)
+
+
+def test_a_paged_name_is_refused():
+    """Transformers would not accept it where it matters, so it is said at once how our kernels get there."""
+    with pytest.raises(ValueError, match=r"'paged\|headwise'; continuous batching takes no .*sdpa\.override\(\)"):
+        adapter.register("paged|headwise")

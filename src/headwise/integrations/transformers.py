@@ -47,7 +47,12 @@ _UNSUPPORTED = {
 
 
 def register(name: str = NAME) -> None:
-    """Make ``attn_implementation=name`` known to Transformers: the attention and its masks. Twice is as good as once."""
+    """Make ``attn_implementation=name`` known to Transformers: the attention and its masks. Idempotent."""
+    if name.startswith("paged"):
+        raise ValueError(
+            f"register: name is {name!r}; continuous batching takes no implementation that is registered: choose 'sdpa' and "
+            "run it under headwise.integrations.sdpa.override(), or 'flash_attention_2' after flash_attn.install()"
+        )
     # Models ask for behaviour that is not ours by looking for these in the name.
     for taken in ("flash", "sdpa", "flex", "eager", "paged"):
         if taken in name:
@@ -326,9 +331,15 @@ def _packed(
     window: tuple[int | None, int | None], numbers: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     """The rows of the batch end to end, cut into sequences by the offsets; out ``(B, Sq, Hq, Dv)``."""
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (B, H, S, D) to (T, H, D)
+    q, k, v = _end_to_end(query), _end_to_end(key), _end_to_end(value)
     out = attention_varlen(q, k, v, *offsets, *longest, window=window, **numbers)
-    return out.unflatten(0, (query.shape[0], query.shape[2]))
+    batch, _, tokens, _ = query.shape
+    return out[None] if batch == 1 else out.unflatten(0, (batch, tokens))
+
+
+def _end_to_end(x: Tensor) -> Tensor:
+    """``(B, H, S, D)`` as ``(B · S, H, D)``. Packed batches are one row, and every view takes the host 2 µs."""
+    return x[0].transpose(0, 1) if x.shape[0] == 1 else x.transpose(1, 2).flatten(0, 1)
 
 
 def _longest(given: int | Tensor | None, tokens: Tensor) -> int:
