@@ -51,7 +51,8 @@ DTYPES = {
 # Words that only shaders with subgroups contain, outside comments.
 _USES_SUBGROUPS = ("subgroup", "quadSwap", "quadBroadcast")
 _COMMENT = re.compile(r"//.*")
-# Where a template wants the functions of functions.wgsl that it uses; `library(name)` gives one of them by name.
+_LIBRARY_FILES = ("functions.wgsl", "whole_numbers.wgsl")
+# Where a template wants the functions of the library that it uses; `library(name)` gives one of them by name.
 _LIBRARY = "// the functions that are used"
 _FUNCTION = re.compile(r"(?:fn|struct) (\w+)")
 _WORD = re.compile(r"\b[A-Za-z_]\w*\b")
@@ -104,11 +105,11 @@ def render(name: str, dialect: str = NAGA, native_half: bool = False, **variant:
 
 @functools.cache
 def _library() -> dict[str, str]:
-    """The functions of ``functions.wgsl`` by name."""
+    """The functions of the library by name."""
     found: dict[str, str] = {}
     name = ""
     lines: list[str] = []
-    for line in (FOLDER / "functions.wgsl").read_text(encoding="utf-8").splitlines():
+    for line in "".join((FOLDER / file).read_text(encoding="utf-8") for file in _LIBRARY_FILES).splitlines():
         head = _FUNCTION.match(line)
         if head is not None:
             name, lines = head[1], []
