@@ -55,13 +55,20 @@ class Row(NamedTuple):
 def _operators(a: Tensor, b: Tensor, long: Tensor) -> Outputs:
     """PyTorch's own operators."""
     ordered, places = torch.sort(a, dim=-1, stable=True)  # 16-bit numbers tie
+    row = long.reshape(1, -1)  # long rows have kernels of their own
+    ordered_row, of_row = torch.sort(row, dim=-1, stable=True)
     return {
         "plus": a + b,
         "joined": torch.cat([a, b], -1),
         "totals": a.sum(-1),
         "running": a.cumsum(-1),
         "ordered": ordered,
+        "ordered, a long row": ordered_row,
+        "found": torch.searchsorted(ordered, b).to(a.dtype),
         "scattered": a.scatter_add(-1, places, b),
+        "scattered, a long row": row.scatter_add(-1, of_row, row),
+        "put in places, a long row": row.scatter(-1, of_row, row),
+        "put in columns": a.clone().index_copy_(-1, places[0], b),
         "convolved": torch.nn.functional.conv1d(a[:, None], b[:2, None, :3], stride=2, padding=1),
         "few rows": long[:3] @ long.mT,
         "splits of k": long @ long.mT,
