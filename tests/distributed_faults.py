@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import headwise as hw
 import headwise.distributed as hwd
-from headwise.distributed import groups, models
+from headwise.distributed import costs, groups, models
 
 RANKS, LOST = 3, 1
 TIMEOUT = 8.0  # of the group, in seconds
@@ -44,6 +44,8 @@ PHASES = (
     ("ulysses", "the exchange of sequence"),
     ("ulysses", "the exchange of heads"),
     ("decode", "merging parts"),
+    ("decode in two exchanges", "scattering parts"),
+    ("decode in two exchanges", "gathering merged parts"),
     ("loss", "the sum of the gradient of hidden"),
     ("ring", "connecting"),
     ("direct", "step 2 of 3 of direct sends, backward"),
@@ -98,7 +100,9 @@ def work(what, group):
     """One call with its gradients; whether the results are those of one process."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, 3, 24, 8, generator=generator)
-    if what == "decode":
+    if what.startswith("decode"):
+        way = "scatter" if what == "decode in two exchanges" else "gather"
+        costs.way_of_decode = lambda *_: way
         lengths = torch.tensor([24])
         own = x[:, :, 8 * dist.get_rank() :][:, :, :8]
         found = hwd.context_parallel_decode(x[:, :, 0], own, own, lengths, group)

@@ -321,6 +321,9 @@ def check_decode(group, rank, ranks):
         assert torch.allclose(found, few)
     beyond = hwd.context_parallel_decode(q, *caches, lengths + torch.tensor([1, 0, 0, 0]), group, **where)
     assert beyond.flatten(1).isnan().all(1).tolist() == [True, False, False, False]
+    starts = torch.tensor([-1, 0, total + 1, 0])
+    before = hwd.context_parallel_decode(q, *caches, lengths, group, kv_starts=starts, **where)
+    assert before.flatten(1).isnan().all(1).tolist() == [True, False, True, False]
 
 
 def refused(kind, words, call):

@@ -123,6 +123,9 @@ def test_a_mask_that_does_not_have_all_numbers_goes_to_the_plain_kernels():
             assert (covers(call) is None) == taken
     no_band = arguments(x, {"kv_lengths": lengths["kv_lengths"]}, (None, None))._replace(mask=MASKS["of keys"])
     assert padding.covers_forward(no_band) is padding.covers_backward(no_band) is None
+    for mask, window in (("of each entry", (5, 0)), ("of keys", (5, 0)), ("of keys", (None, None))):  # one query
+        one = arguments(x | {"q": x["q"][:, :, :1]}, lengths, window)._replace(mask=MASKS[mask][:, :, :1])
+        assert padding.covers_backward(one) is not None
     with_bias = args._replace(mask=MASKS["of each entry"], bias=torch.zeros(QUERIES, KEYS + 6)[:, :KEYS])
     assert padding.covers_forward(with_bias) is not None
     assert padded.forward(StandIn(), with_bias) is None

@@ -98,7 +98,10 @@ def context_parallel_decode(
     merged = (_gathered if way == "gather" else _scattered)(peers, rows, of_sink, backend).view(shape)
     out, lse = merged[..., :-1], merged[..., -1]
     # Loud, as in `attention_decode`.
-    bad = ((lengths < 0) | (lengths > sum(rooms)))[:, None, None]
+    bad = (lengths < 0) | (lengths > sum(rooms))
+    if kv_starts is not None:
+        bad = bad | (kv_starts < 0) | (kv_starts > sum(rooms))
+    bad = bad[:, None, None]
     out, lse = out.to(q.dtype).masked_fill(bad[..., None], torch.nan), lse.masked_fill(bad, torch.nan)
     if q.dim() == 3:
         out, lse = out[:, :, 0], lse[:, :, 0]

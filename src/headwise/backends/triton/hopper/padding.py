@@ -53,14 +53,15 @@ def foldable(args: Attention) -> bool:
     """Has this padded batch a mask with a number of its own for everything that depends on a length?
 
     Then the lengths are packed with it. A mask that is broadcast over the batch, or over the queries beside a band or
-    ``q_lengths``, would have to be packed into more than an eighth of its bytes.
+    ``q_lengths``, would have to be packed into more than an eighth of its bytes. That of a single query would be taken
+    for one that is broadcast.
     """
     if not has_lengths(args) or args.packing is not None or args.mask is None or args.bias is not None:
         return False
     (batch, _, queries, _), keys, flags = args.q.shape, args.k.shape[2], args.flags
     mask = coverage.unexpanded(args.mask)
     of_queries = flags.left >= 0 or flags.right >= 0 or args.q_lengths is not None
-    return mask.shape[0] == batch and mask.shape[3] == keys and (mask.shape[2] == queries or not of_queries)
+    return mask.shape[0] == batch and mask.shape[3] == keys and (1 < queries == mask.shape[2] or not of_queries)
 
 
 def without_lengths(args: Attention) -> Attention:
