@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import Counter
 
 import pytest
@@ -367,3 +369,89 @@ def test_replicated_weights(one_process, options):
         step(replicas)
     step(own)
     hold_gradients(own, ours)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_loss_and_logits_that_are_changed_in_place(name):
+    """Models add a loss of theirs to the loss; logits that are edited after the loss do not change its gradient."""
+    own, ours = own_and_ours(name)
+    ids, labels = labelled()
+    for model in (own, ours):
+        output = model(input_ids=ids, labels=labels)
+        output.loss *= 2
+        output.logits.register_hook(lambda grad: grad)
+        with torch.no_grad():
+            output.logits.mul_(3)
+        output.loss.backward()
+    hold_gradients(own, ours)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_hook_on_logits_that_were_read(name):
+    own, ours = own_and_ours(name)
+    for model in (own, ours):
+        logits = model(input_ids=labelled()[0], labels=labelled()[1]).logits
+        logits.argmax(-1)
+        logits.register_hook(lambda grad: grad * 2)
+        with torch.inference_mode():
+            logits.argmax(-1)
+        logits.square().mean().backward()
+    hold_gradients(own, ours)
+
+
+def test_steps_after_which_the_logits_were_changed():
+    _, ours = own_and_ours()
+    logits = ours(input_ids=labelled()[0], labels=labelled()[1]).logits
+    halves, rows = logits / 2, logits.view(-1, logits.shape[-1])
+    expected = (logits * 1).detach()
+    with torch.no_grad():
+        logits.mul_(0)
+    torch.testing.assert_close(halves.detach() * 2, expected)
+    assert not rows.detach().any()  # shares their memory, as a view does
+
+
+@pytest.mark.parametrize("kind", ["fused", "plain", "bias"])
+def test_logits_that_are_read_after_a_step_raise(kind):
+    _, ours = own_and_ours()
+    head = ours.get_output_embeddings()
+    if kind == "bias":
+        head.bias = nn.Parameter(torch.zeros(head.out_features))
+    trained = [head.bias] if kind == "bias" else ours.parameters()
+    output = step(ours)
+    torch.optim.AdamW(trained, lr=0.1, fused=kind == "fused").step()
+    with pytest.raises(RuntimeError, match="read after the weights were changed"):
+        output.logits.argmax(-1)
+
+
+def test_second_order_gradients_of_the_head():
+    own, ours = own_and_ours()
+    ids, labels = labelled()
+    found = []
+    for model in (own, ours):
+        output = model(input_ids=ids, labels=labels)
+        output.logits.retain_grad()
+        weight = model.get_output_embeddings().weight
+        (grad,) = torch.autograd.grad(output.loss, weight, create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), weight)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-6)
+
+
+def test_a_loss_that_is_kept_keeps_nothing_else():
+    _, ours = own_and_ours()
+    hidden = []
+    ours.get_output_embeddings().register_forward_pre_hook(lambda module, args: hidden.append(weakref.ref(args[0])))
+    loss = step(ours).loss
+    gc.collect()
+    assert loss is not None
+    assert hidden[0]() is None
+
+
+def test_autocast_around_the_reader_alone():
+    own, ours = own_and_ours()
+    found = []
+    for model in (own, ours):
+        ids, labels = labelled()
+        logits = model(input_ids=ids, labels=labels).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), ids.view(-1)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)

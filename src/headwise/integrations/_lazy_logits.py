@@ -19,23 +19,43 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from headwise.ops import _autocast
-from headwise.ops.linear_cross_entropy import linear_cross_entropy
+from headwise.ops.linear_cross_entropy import graph_is_kept, linear_cross_entropy
 
 _GETTERS = (
     "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "grad_fn", "is_leaf", "grad", "retains_grad",
     "_backward_hooks", "_base",
 )  # fmt: skip
+_GRAD: Any = Tensor.grad  # in the class: what reads and writes the field
 _ABOUT = {getattr(Tensor, name).__get__ for name in _GETTERS} | {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, torch.is_floating_point,
-    Tensor.register_hook, Tensor.retain_grad,
+    Tensor.register_hook, Tensor.retain_grad, _GRAD.__set__, _GRAD.__delete__,
 }  # fmt: skip
 _RESHAPED = ("view", "reshape", "flatten", "contiguous")
 _CAST = ("float", "to", "double", "type")
 _ARITHMETIC = {"__truediv__": "div", "div": "div", "__mul__": "mul", "__rmul__": "mul", "mul": "mul", "tanh": "tanh"}
 _CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
+# Steps of fused optimizers on the weights of heads: they are no changes in place to PyTorch's count of those.
+_fused_steps = WeakTensorKeyDictionary()
+
+
+def _count_fused_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            for weight in group["params"]:
+                if weight in _fused_steps:
+                    _fused_steps[weight] += 1
+
+
+register_optimizer_step_post_hook(_count_fused_step)
+
+
+def _versions(*tensors: Tensor | None) -> list[int]:
+    return [x._version + _fused_steps.get(x, 0) for x in tensors if x is not None]
 
 
 class LazyLogits(Tensor):
@@ -44,18 +64,22 @@ class LazyLogits(Tensor):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    versions: tuple[int, int]  # of hidden and weight: later changes in place would change the logits
+    versions: list[int]  # of hidden, weight and bias: later changes in place would change the logits
     source: LazyLogits | None  # of which this is one step
     step: Any  # source's values to this one's
     arithmetic: tuple[tuple[str, Any], ...]  # all steps that change values other than by rounding
     passed: bool  # the source, as somebody's autograd.Function returned it: its backward has to run
     built: Tensor | None  # the values, once they were read
+    built_version: int  # of `built`, before somebody wrote into it
 
     @staticmethod
     def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LazyLogits:
         logits: LazyLogits = _Linear.apply(hidden, weight, bias)
         logits.hidden, logits.weight, logits.bias = hidden, weight, bias
-        logits.versions = (hidden._version, weight._version)
+        for x in (weight, bias):
+            if isinstance(x, torch.nn.Parameter):
+                _fused_steps.setdefault(x, 0)
+        logits.versions = _versions(hidden, weight, bias)
         logits.source, logits.step, logits.arithmetic, logits.passed, logits.built = None, None, (), False, None
         return logits
 
@@ -78,23 +102,47 @@ class LazyLogits(Tensor):
         """The real logits."""
         # Within a Function's forward what it returns is not yet in the graph.
         if self.built is None or (self.requires_grad and not self.built.requires_grad):
-            with torch.enable_grad():
-                if self.source is None or self.passed or _awaited(self):
-                    self.built = _Values.apply(self)
-                else:
-                    self.built = self.step(self.source.read())
+            with torch.inference_mode(False), torch.enable_grad():
+                self.built = self._read()
+            self.built_version = self.built._version
         return self.built
+
+    def _read(self) -> Tensor:
+        if self.source is None or self.passed or _awaited(self):
+            return _Values.apply(self, self.values)
+        values = self.step(self.source.read())
+        if values is self.source.built or values._is_view():
+            return values
+        if self.source.was_written_into():
+            return _Values.apply(self, self.values)
+        return _Values.apply(self, values.detach)  # behind the node of this step: it may get hooks later
 
     def values(self) -> Tensor:
         """The real logits without a graph."""
-        if self.source is not None:
-            return self.step(self.source.read().detach())
-        if self.versions != (self.hidden._version, self.weight._version):
+        if self.source is None:
+            return self._product()
+        source = self.source.read().detach()
+        values = self.step(source)
+        shared = values is source or values._is_view()
+        return self.untouched() if self.source.was_written_into() and not shared else values
+
+    def untouched(self) -> Tensor:
+        """The same as the model made them, whatever was written into them or their sources since."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self._product() if self.source is None else self.step(self.source.untouched())
+
+    def was_written_into(self) -> bool:
+        return self.built is not None and self.built._version != self.built_version
+
+    def _product(self) -> Tensor:
+        if self.versions != _versions(self.hidden, self.weight, self.bias):
             raise RuntimeError(
                 "headwise: the logits of a training step are read after the weights were changed; read them before the "
                 "optimizer's step, or call unpatch(model)"
             )
-        return functional.linear(self.hidden.detach(), self.weight.detach(), self.bias)
+        bias = None if self.bias is None else self.bias.detach()
+        with _autocast.disabled():  # as far as it was on in the model, the operands are cast
+            return functional.linear(self.hidden.detach(), self.weight.detach(), bias)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,11 +200,13 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
+        source, step = _taken(ctx, "source", "step")
         if grad is None:
             return None, None, None
-        with torch.enable_grad():
-            x = ctx.source.read().detach().requires_grad_()
-            (dx,) = torch.autograd.grad(ctx.step(x), x, grad)
+        again = torch.is_grad_enabled()  # create_graph=True
+        with torch.inference_mode(False), torch.enable_grad():
+            x = source.read() if again else source.untouched().requires_grad_()
+            (dx,) = torch.autograd.grad(step(x), x, grad, create_graph=again)
         return dx, None, None
 
 
@@ -164,12 +214,13 @@ class _Values(torch.autograd.Function):
     """Logits, computed."""
 
     @staticmethod
-    def forward(ctx: Any, logits: LazyLogits) -> Tensor:
-        return logits.values()
+    def forward(ctx: Any, logits: LazyLogits, compute: Any) -> Tensor:
+        values: Tensor = compute()
+        return values
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
 
 
 class _Fused(torch.autograd.Function):
@@ -178,18 +229,30 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, logits: LazyLogits, plain: Any) -> Tensor:
         ctx.logits, ctx.plain = logits, plain
-        return loss.view_as(loss)
+        return loss.clone()  # not a view: models add to their loss in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if not any(map(_awaited, ctx.logits.chain())):
+        logits, plain = _taken(ctx, "logits", "plain")
+        if not any(map(_awaited, logits.chain())):
             return grad, None, None
-        with torch.enable_grad():
-            x = ctx.logits.read().detach()
-            x = x.to(torch.promote_types(x.dtype, torch.float32)).requires_grad_()
-            loss = ctx.plain(x)
-            (dx,) = torch.autograd.grad(loss, x, grad.to(loss.dtype))
-        return None, dx.to(ctx.logits.dtype), None
+        again = torch.is_grad_enabled()  # create_graph=True
+        with torch.inference_mode(False), torch.enable_grad():
+            x = logits.read() if again else logits.untouched().requires_grad_()
+            loss = plain(x.to(torch.promote_types(x.dtype, torch.float32)))
+            (dx,) = torch.autograd.grad(loss, x, grad.to(loss.dtype), create_graph=again)
+        return None, dx, None
+
+
+def _taken(ctx: Any, *names: str) -> list[Any]:
+    """What a node kept for its backward. It keeps it no longer, as saved tensors, unless the graph is kept."""
+    kept = [getattr(ctx, name) for name in names]
+    if kept[0] is None:
+        raise RuntimeError("Trying to backward through the graph a second time; the first needs retain_graph=True")
+    if not graph_is_kept():
+        for name in names:
+            setattr(ctx, name, None)
+    return kept
 
 
 def _awaited(logits: LazyLogits) -> bool:
@@ -255,10 +318,11 @@ def _loss(*args: Any, **kwargs: Any) -> Tensor | None:
         what = f"cross_entropy with {others[0]}" if others else "the model's arithmetic on its logits"
         warnings.warn(f"headwise: {what} is not in linear_cross_entropy; the logits are built", stacklevel=3)
         return None
-    loss = linear_cross_entropy(
-        logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.weight, target, bound["ignore_index"],
-        bound["reduction"], bound["label_smoothing"], softcap=softcap, bias=logits.bias,
-    )  # fmt: skip
+    with _autocast.disabled():  # as far as it was on in the model, the operands are cast
+        loss = linear_cross_entropy(
+            logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.weight, target, bound["ignore_index"],
+            bound["reduction"], bound["label_smoothing"], softcap=softcap, bias=logits.bias,
+        )  # fmt: skip
     # In float16 the loss could not be multiplied by the scale that its gradients need.
     under_autocast = _autocast.device_of((logits.hidden,)) is not None
     loss = loss.to(torch.promote_types(logits.dtype, torch.float32) if under_autocast else logits.dtype)

@@ -290,6 +290,11 @@ def _differentiate(saved: Saved, grad: Any, grad_logprobs: Any, grad_entropy: An
     return of_hidden, of_weight, None, of_bias, None
 
 
+def graph_is_kept() -> bool:
+    """Within a backward: was it asked to keep the graph? (private in PyTorch, seen in 2.11 to 2.13)"""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def _scaled(saved: Saved, grad: Tensor, dhidden: Any, dweight: Any, dbias: Any) -> Any:
     """The gradients that the forward made, times the gradient of the loss.
 
@@ -303,7 +308,7 @@ def _scaled(saved: Saved, grad: Tensor, dhidden: Any, dweight: Any, dbias: Any) 
         return saved.run(_scale, args)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return saved.run(_scale, args)
-    if not torch._C._autograd._get_current_graph_task_keep_graph():
+    if not graph_is_kept():
         args = args._replace(in_place=True)
     tensors = arguments.tensors_of(args)
     run = _scale.find(args, tensors, saved.entry.backend)
