@@ -372,3 +372,13 @@ def test_explain_says_why_the_hopper_kernels_are_not_used():
     dropping = args._replace(flags=flags._replace(dropout=0.1), dropout_seed=torch.empty(1, device="meta"))
     assert "drops no probabilities" in str(hopper.covers_forward(dropping))
     assert "drops no probabilities" in str(hopper.covers_backward(dropping))
+
+
+def test_rows_of_a_part_are_those_of_the_whole():
+    """On the CPU, `attention_probs` asks for rows anywhere, attention for rows in a row."""
+    from headwise.backends.cpu.dropout import Dropout, kept, kept_of_rows
+
+    whole = kept(Dropout(11, 20000, 1.5, batch=3), 6, (0, 60), (0, 70))
+    part = Dropout(11, 20000, 1.5, batch=3, head=2, row=21, key=5)
+    rows = torch.tensor([0, 9, 30, 7])
+    assert torch.equal(kept_of_rows(part, 3, rows, 50), whole[2:5, rows + 21, 5:55])

@@ -247,9 +247,10 @@ def test_a_hook_on_an_activation(hook):
     hold_gradients(*models)
 
 
-@pytest.mark.parametrize("before", ["function", "module", "options", "partial"])
+@pytest.mark.parametrize("before", ["function", "module", "options", "partial", "inside", "factor"])
 def test_an_activation_that_was_exchanged(before, monkeypatch):
     """After the patch the class's own forward runs; before, and in a copy, the op."""
+    torch.compiler.reset()  # all of these compile one forward, and PyTorch stops after eight
     calls = []
     glu = _patch_glu.glu
     monkeypatch.setattr(_patch_glu, "glu", lambda *args: calls.append(args[2]) or glu(*args))
@@ -260,11 +261,12 @@ def test_an_activation_that_was_exchanged(before, monkeypatch):
             self.gate, self.up, self.down = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
             self.act = {
                 "function": nn.functional.silu, "module": nn.SiLU(), "options": nn.GELU(),
-                "partial": ACT2FN["gelu_pytorch_tanh"],
+                "partial": ACT2FN["gelu_pytorch_tanh"], "inside": nn.Sequential(nn.SiLU()), "factor": nn.SiLU(),
             }[before]  # fmt: skip
+            self.factor = 1.0
 
         def forward(self, x):
-            return self.down(self.act(self.gate(x)) * self.up(x))
+            return self.down(self.act(self.gate(x)) * self.up(x)) * self.factor
 
     mlp, x = Mlp(), 3 * torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
     adapter.patch(mlp)
@@ -274,6 +276,10 @@ def test_an_activation_that_was_exchanged(before, monkeypatch):
     assert len(calls) == 1
     if before == "options":
         mlp.act.approximate = "tanh"
+    elif before == "inside":
+        mlp.act[0] = nn.GELU()
+    elif before == "factor":
+        mlp.factor = 2.0
     else:
         mlp.act = nn.GELU()
     assert torch.equal(mlp(x), Mlp.forward(mlp, x))

@@ -126,3 +126,44 @@ def test_numbers_of_float64_on_the_cpu_mix_with_tensors_webgpu():
         torch.testing.assert_close(made.cpu(), expected, rtol=1e-6, atol=0)
     with pytest.raises(NotImplementedError, match="float64"):
         torch.tensor([1, 2], device=DEVICE) * number  # whole numbers become float64
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+@pytest.mark.parametrize("value", [2.5, 1, True, torch.tensor(2.5)])
+def test_a_filled_tensor_keeps_what_is_not_filled(dtype, value):
+    """The rest does not pass through the value's dtype."""
+    x = torch.tensor([2**53 + 1, 2**24 + 1, 5]).to(dtype)
+    mask = torch.tensor([False, False, True])
+    expected = x.clone().masked_fill_(mask, value)
+    there = value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+    mine = x.to(DEVICE)
+    assert torch.equal(mine.masked_fill(mask.to(DEVICE), there).cpu(), expected)
+    assert torch.equal(mine.masked_fill_(mask.to(DEVICE), there).cpu(), expected)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 300])
+def test_a_value_that_does_not_fit_is_refused(value):
+    x = torch.zeros(3, dtype=torch.int8, device=DEVICE)
+    with pytest.raises(RuntimeError, match="without overflow"):
+        x.masked_fill_(x == 0, value)
+
+
+def test_results_of_tensors_without_dims_have_memory_of_their_own():
+    x = torch.tensor(2.0, device=DEVICE)
+    for made in (x.flip(0), x.logsumexp(0), torch.logsumexp(x, ())):
+        made.add_(1)
+    assert x.item() == 2
+
+
+def test_numbers_put_into_one_element():
+    x = torch.zeros(3, device=DEVICE)
+    x.index_put_((torch.tensor(1, device=DEVICE),), torch.ones((), device=DEVICE))
+    assert x.tolist() == [0, 1, 0]
+
+
+def test_infinity_divided_by_a_whole_number():
+    a = torch.tensor([float("inf"), -float("inf"), 7.0, 1.0])
+    b = torch.tensor([2.0, 3.0, float("inf"), 0.0])
+    expected = torch.floor_divide(a, b)
+    assert torch.equal(torch.floor_divide(a.to(DEVICE), b.to(DEVICE)).cpu().isnan(), expected.isnan())
+    assert torch.equal(torch.floor_divide(a.to(DEVICE), b.to(DEVICE)).cpu().nan_to_num(), expected.nan_to_num())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -93,40 +94,49 @@ def _hooked(module: nn.Module) -> bool:
 class Part(NamedTuple):
     """What decides the function that a gated MLP applies, as it was when the MLP was recognised."""
 
-    name: str
+    name: str  # of a submodule its path
     kind: type
-    values: tuple[tuple[str, Any], ...]  # of a module: its options; of a function: itself
+    values: tuple[tuple[str, Any], ...]  # of a module: its options; of anything else: itself
 
     def is_as_before(self, module: Any) -> bool:
-        part = module._modules.get(self.name)
-        if part is None:
-            part = module.__dict__.get(self.name)
+        part = module
+        for name in self.name.split("."):
+            part = (
+                part._modules[name]
+                if name in getattr(part, "_modules", ())
+                else getattr(part, "__dict__", {}).get(name)
+            )
         if type(part) is not self.kind:
             return False
         if not isinstance(part, nn.Module):
-            return part is self.values[0][1]
+            return bool(_option(part) == self.values[0][1])
         return not _hooked(part) and all(_option(getattr(part, name, None)) == value for name, value in self.values)
 
 
 def _remembered(module: nn.Module, others: list[str]) -> list[Part]:
-    """Children without weights and functions of the module. By their options, so that a copy of the module has the same."""
+    """Children without weights, functions and options of the module. A copy of the module has equal ones."""
     parts = []
     for name in others:
-        child = module._modules[name]
+        child = module.get_submodule(name)
         if not isinstance(child, nn.Dropout):  # is called, whatever it is
-            named = [(n, _option(v)) for n, v in vars(child).items() if n[0] != "_" and n != "training"]
-            values = [
-                (n, v) for n, v in named if v is None or callable(v) or isinstance(v, bool | int | float | str | tuple)
-            ]
-            parts.append(Part(name, type(child), tuple(values)))
-    for name, value in vars(module).items():
-        if name[0] != "_" and name != "forward" and callable(value):
-            parts.append(Part(name, type(value), ((name, value),)))
+            for path, inner in child.named_modules(prefix=name):
+                parts.append(Part(path, type(inner), tuple(_options(inner))))
+    for name, value in _options(module):
+        parts.append(Part(name, type(vars(module)[name]), ((name, value),)))
     return parts
+
+
+def _options(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items():
+        plain = value is None or callable(value) or isinstance(value, bool | int | float | str | tuple)
+        if plain and name[0] != "_" and name not in ("training", "forward"):
+            yield name, _option(value)
 
 
 def _option(value: Any) -> Any:
     """Equal for the attributes of two copies of a module: those of its own methods and of partial functions are not."""
+    if value is None or isinstance(value, bool | int | float | str | tuple):
+        return value
     if isinstance(value, functools.partial):
         return value.func, value.args, tuple(value.keywords.items())
     return getattr(value, "__func__", value)

@@ -57,10 +57,11 @@ def kept(dropout: Dropout, heads: int, rows: tuple[int, int], keys: tuple[int, i
 
 def kept_of_rows(dropout: Dropout, heads: int, rows: Tensor, keys: int) -> Tensor:
     """bool ``(heads, rows, keys)``: the same for rows anywhere, and the first keys."""
-    words, _ = _words(dropout, heads, rows & ~8, (0, keys))
+    rows = rows + dropout.row
+    words, first = _words(dropout, heads, rows & ~8, (0, keys))
     low_row = ((rows & 8) == 0)[:, None, None]
     pair = [torch.where(low_row, words[n], words[n + 2]).to(torch.int32) for n in (0, 1)]
-    return _not_below(torch.stack(pair, 3), dropout)[..., :keys]
+    return _not_below(torch.stack(pair, 3), dropout)[..., first : first + keys]
 
 
 def _not_below(bits: Tensor, dropout: Dropout) -> Tensor:

@@ -41,7 +41,7 @@ def _drop(args: Probs, rows: Tensor, x: Tensor) -> Tensor:
     if dropout is None or x.numel() == 0:
         return x
     for b, entry in enumerate(x.mul_(dropout.scale)):
-        kept = kept_of_rows(dropout._replace(batch=b), x.shape[1], rows, x.shape[3])
+        kept = kept_of_rows(dropout._replace(batch=dropout.batch + b), x.shape[1], rows, x.shape[3])
         entry.masked_fill_(~kept, 0.0)
     return x
 

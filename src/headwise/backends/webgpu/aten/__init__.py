@@ -29,6 +29,8 @@ from headwise.backends.webgpu.aten import (
 )
 from headwise.backends.webgpu.aten.rest import missing
 
+results.register()
+
 __all__ = [
     "convolutions", "counting", "indexing", "loading", "making", "missing", "optimizers", "pointwise", "products", "random",
     "recurrent", "reductions", "resampling", "results", "rows", "sorting", "transformer", "views", "wide", "writing",

@@ -165,11 +165,13 @@ def _masked_select(x: Array, mask: Array) -> Any:
 
 
 def _flip(x: Array, dims: Sequence[int]) -> Any:
+    if not dims or x.dim() == 0:
+        return x.clone()
     made: Any = x
     for dim in dims:
-        backwards = torch.arange(x.shape[dim] - 1, -1, -1, device=x.device) if x.dim() else None
-        made = made if backwards is None else _index_select(made, dim, cast(Array, backwards))
-    return made if dims else x.clone()
+        backwards = torch.arange(x.shape[dim] - 1, -1, -1, device=x.device)
+        made = _index_select(made, dim, cast(Array, backwards))
+    return made
 
 
 # ------------------------------------------------------------------------------------------------------------ embedding

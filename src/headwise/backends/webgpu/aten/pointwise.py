@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -263,7 +264,25 @@ def _register() -> None:
                 returns = [str(r.type) for r in func._schema.returns]
                 if any(a.is_out for a in func._schema.arguments) or returns != ["Tensor"] or overload == "decimals":
                     continue
-                OPERATORS[func] = Pointwise(func, rule)
+                run = Pointwise(func, rule)
+                OPERATORS[func] = _filled(run) if name == "masked_fill" else run
+
+
+def _filled(fill: Pointwise) -> Any:
+    """The value is made a number of x's dtype: x stays what it is where the mask is False."""
+
+    def run(x: Any, mask: Any, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return fill(x, mask, value.to(x.dtype))
+        if not x.dtype.is_floating_point:
+            kind = bool if x.dtype == torch.bool else int
+            limits = (0, 1) if kind is bool else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
+            if not (math.isfinite(value) and (kind is bool or limits[0] <= int(value) <= limits[1])):
+                raise RuntimeError(f"value cannot be converted to type {x.dtype} without overflow")
+            value = kind(value)
+        return fill(x, mask, value)
+
+    return run
 
 
 _register()

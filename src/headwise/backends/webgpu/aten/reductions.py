@@ -245,7 +245,7 @@ def _logsumexp(x: Array, dim: Any, keepdim: bool = False) -> Any:
         return _sum(cast(Array, wide), dims, keepdim, dtype=to).log()  # of nothing, where anything is asked for
     highest: Any = wide.amax(dims, True) if dims else wide
     highest = highest.masked_fill(highest.isinf(), 0.0)
-    made = (wide - highest).exp().sum(dims, True).log() + highest if dims else wide
+    made = (wide - highest).exp().sum(dims, True).log() + highest if dims else wide.clone()
     return made.to(to).view(_shape(x.shape, dims, keepdim))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch._C import DispatchKey
 
 from headwise.backends.webgpu.array import OPERATORS, Array, uploaded
+from headwise.backends.webgpu.aten.results import resized
 from headwise.backends.webgpu.torch_device import DEVICE
 
 
@@ -115,9 +116,9 @@ def _on_the_cpu(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _written_back(func: Any, name: str, x: Array, cpu: torch.Tensor) -> None:
-    if cpu.shape != x.shape:
+    if cpu.shape != x.shape and x.numel():
         raise RuntimeError(
             f"headwise: {func} makes {name} {tuple(cpu.shape)}, and it was given {tuple(x.shape)}; a tensor on WebGPU keeps "
             "its size, so pass one of that shape"
         )
-    x.copy_(cpu)
+    resized(x, cpu.shape).copy_(cpu)

@@ -8,21 +8,10 @@ from typing import Any
 import torch
 
 from headwise.backends.webgpu.array import OPERATORS, Array
-from headwise.backends.webgpu.aten import (  # noqa: F401  whose operators these are
-    convolutions,
-    indexing,
-    making,
-    products,
-    random,
-    reductions,
-    resampling,
-    rows,
-    wide,
-)
 from headwise.backends.webgpu.aten.pointwise import checked_cast
 
 
-def _resized(x: Any, shape: Sequence[int], *, memory_format: Any = None) -> Any:
+def resized(x: Any, shape: Sequence[int], *, memory_format: Any = None) -> Any:
     """What operators of PyTorch do with ``out`` before they write it: one without elements becomes that large."""
     if tuple(x.shape) == tuple(shape):
         return x
@@ -41,7 +30,7 @@ def _written(out: Any, made: Any) -> Any:
     if not isinstance(out, Array):
         raise RuntimeError(f"headwise: out= is on {out.device}, and the result on webgpu; make it there")
     checked_cast(made.dtype, out.dtype)
-    return _resized(out, made.shape).copy_(made)
+    return resized(out, made.shape).copy_(made)
 
 
 def _with_out(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
@@ -61,7 +50,8 @@ def _signature(func: Any) -> list[tuple[str, str]]:
     return [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
 
 
-def _register() -> None:
+def register() -> None:
+    """The variants with ``out=`` of all operators that are in the table by now."""
     for func, function in list(OPERATORS.items()):
         if func.namespace != "aten" or any(a.alias_info is not None for a in func._schema.arguments):
             continue
@@ -73,5 +63,4 @@ def _register() -> None:
                 OPERATORS.setdefault(variant, _with_out(function, names))
 
 
-OPERATORS[torch.ops.aten.resize_.default] = _resized
-_register()
+OPERATORS[torch.ops.aten.resize_.default] = resized

@@ -275,7 +275,7 @@ def _index_put(x: Array, indices: Sequence[Any], values: Any, accumulate: bool =
     order = [*dims, *others]
     size, inner = math.prod(x.shape[d] for d in dims), math.prod(x.shape[d] for d in others)
     front = list(range(first, first + len(common)))
-    source = values.permute(*front, *[d for d in range(len(shape)) if d not in front]).reshape(length, inner)
+    source = values.permute([*front, *[d for d in range(len(shape)) if d not in front]]).reshape(length, inner)
     rows = x.permute(order).reshape(size, inner)
     keys = _place([whole[d].expand(common) for d in dims], [x.shape[d] for d in dims]).reshape(length)
     made = _along(cast(Array, rows), 0, keys, cast(Array, source), "add" if accumulate else "set", wraps=len(dims) == 1)

@@ -362,7 +362,8 @@ fn relu_of(x: f32) -> f32 { return select(x, 0.0, is_minus(x) && !is_nan(x)); }
 fn trunc_div(a: f32, b: f32) -> f32 { return trunc(a / b); }
 
 fn floor_div(a: f32, b: f32) -> f32 {
-    if (b == 0.0 || is_nan(a) || is_nan(b) || is_inf(a)) { return a / b; }
+    if (b == 0.0 || is_nan(a) || is_nan(b)) { return a / b; }
+    if (is_inf(a)) { return not_a_number(); }
     let rest = fmod_of(a, b);
     var whole = (a - rest) / b;
     if (rest != 0.0 && (rest < 0.0) != (b < 0.0)) { whole -= 1.0; }
